@@ -38,7 +38,7 @@ class Capacity:
         require_shapes(self, sizes, whose="capacity: ", worst_rows="GMLP", tokens="GMP")
         require(
             bool((self.rows <= self.worst_rows).all()),
-            "a capacity bound exceeds the number of token-expert pairs that the rank can get in the worst case.",
+            "a rank's capacity bound exceeds the number of token-expert pairs that the rank can get in the worst case.",
         )
 
     @property

@@ -37,7 +37,8 @@ def check_groups(whose: str, num_experts: int, top_k: int, num_expert_groups: in
     require(
         expert_group_top_k == 0 or is_limit,
         f"{whose}: expert_group_top_k ({expert_group_top_k}) leaves each token {eligible} experts to choose "
-        f"from. It must be 0 to {num_expert_groups} and leave at least {top_k} experts (top_k).",
+        f"from. Set it to 0 (no limit), or to at most {num_expert_groups} so that it leaves at least {top_k} experts "
+        "(top_k).",
     )
 
 

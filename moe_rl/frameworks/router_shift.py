@@ -86,8 +86,8 @@ class RouterShiftRun:
             elif start is None:
                 raise InvalidInputError(
                     "the router shift compares an update with the pass that computed old log-probabilities, but "
-                    "one sequence was not in that pass. Compute old log-probabilities with the trained model on "
-                    "the training ranks (no bypass mode)."
+                    "one sequence was not in that pass. Turn bypass mode off, and compute old log-probabilities with "
+                    "the trained model on the training ranks."
                 )
             keys.append(torch.full((len(tokens),), -1) if start is None else start + torch.arange(len(tokens)))
         return keys
@@ -101,9 +101,7 @@ class RouterShiftRun:
 
     def of(self, keys: Tensor) -> RouterShift:
         """Return the router shift at these tokens, whose forward has run on the last stage; a collective."""
-        require(
-            self._update is not None, "gamma of the router shift can be read only in the loss function of an update."
-        )
+        require(self._update is not None, "the router-shift gamma can be read only in the loss function of an update.")
         assert self._update is not None
         self._asked.append(keys.reshape(-1))
         return self._update.finish(keys, floor=self._floor, sum_over_ranks=all_reduce_sum(self._split))

@@ -234,9 +234,9 @@ def _warn_of_narrow_widths(rule: Objective, noise: float) -> None:
     low = rule.options.get("clip_ratio_low")
     if rule.widths in ("ratio", "log ratio") and low is not None and low < noise and not torch.compiler.is_compiling():
         warnings.warn(
-            f"clip_ratio_low {low:g} of {rule.name} is less than the noise of 1 - gamma ({noise:g}). With the router "
-            "shift before the clip, tokens with a negative advantage may get no gradient at all. Use order "
-            "'after-clip' or center=True, or measure the noise and subtract it (RouterShiftAccumulator.finish).",
+            f"clip_ratio_low {low:g} of {rule.name} is less than the numerical noise in the router shift ({noise:g}). "
+            "If the shift is applied before the clip, tokens with a negative advantage may get no gradient at all. Use "
+            "order 'after-clip' or center=True, or measure the noise and subtract it (RouterShiftAccumulator.finish).",
             stacklevel=3,
         )
 

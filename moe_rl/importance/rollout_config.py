@@ -68,18 +68,18 @@ def parse_rs_thresholds(options: tuple[str, ...], threshold: Threshold | None) -
 
 
 def _band(name: str, threshold: str) -> Band:
-    lower, upper = _split(threshold, f"rollout_rs_threshold of {name}")
-    require(upper > 0, f"rollout_rs_threshold of {name} must be positive, got {threshold!r}.")
+    lower, upper = _split(threshold, f"rollout_rs_threshold for {name}")
+    require(upper > 0, f"rollout_rs_threshold for {name} must be positive, got {threshold!r}.")
     if name.endswith("k1"):
         # verl: a single value v of k1 is the band 1 / v .. v.
         low = 1.0 / upper if lower is None else lower
         require(
             0 < low <= upper,
-            f"rollout_rs_threshold of {name} needs 0 < lower <= upper as bounds on pi_rollout / pi_old, got "
+            f"rollout_rs_threshold for {name} bounds pi_rollout / pi_old and needs 0 < lower <= upper, got "
             f"{threshold!r} (a single value v means 1/v to v).",
         )
         return Band(lower=math.log(low), upper=math.log(upper))
-    require(lower is None, f"rollout_rs_threshold of {name} must be a single upper bound, got {threshold!r}.")
+    require(lower is None, f"rollout_rs_threshold for {name} must be a single upper bound, got {threshold!r}.")
     return Band(lower=-math.inf, upper=upper)
 
 
@@ -93,7 +93,7 @@ def _split(threshold: Threshold, name: str) -> tuple[float | None, float]:
         lower = float(low) if separator else None
         upper = float(high)
     except ValueError:
-        raise InvalidInputError(f"{name} must be a number or 'lower_upper', got {threshold!r}.") from None
+        raise InvalidInputError(f"{name} must be a number or two numbers joined by _, got {threshold!r}.") from None
     require(
         math.isfinite(upper) and (lower is None or math.isfinite(lower)), f"{name} must be finite, got {threshold!r}."
     )
@@ -136,9 +136,9 @@ class RolloutCorrectionConfig(Options):
         if self.rollout_is_lower_bound is not None:
             require(
                 lower is None and self.rollout_is_lower_bound <= upper,
-                f"rollout_is_lower_bound {self.rollout_is_lower_bound:g} needs a rollout_is_threshold that is a single "
-                f"number of at least {self.rollout_is_lower_bound:g}, got {self.rollout_is_threshold!r}. (A band "
-                "already sets weights below its lower bound to 0.)",
+                f"with rollout_is_lower_bound {self.rollout_is_lower_bound:g}, rollout_is_threshold must be a single "
+                f"number of at least {self.rollout_is_lower_bound:g}, got {self.rollout_is_threshold!r}. (A threshold "
+                "'lower_upper' already sets weights below `lower` to 0.)",
             )
         if self.rollout_rs is not None:
             parse_rs_thresholds(parse_rs_options(self.rollout_rs), self.rollout_rs_threshold)

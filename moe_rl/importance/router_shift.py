@@ -180,7 +180,7 @@ class RouterShiftAccumulator:
         if valid is not None:
             require(
                 valid.dtype == torch.bool and valid.shape in (new.shape, new.shape[:1]),
-                f"valid must be bool of shape [T] or [T, K] = {tuple(new.shape)}, "
+                f"`valid` must be a bool tensor of shape [T] or [T, K] = {tuple(new.shape)}, "
                 f"got {valid.dtype} {tuple(valid.shape)}.",
             )
 

@@ -123,8 +123,8 @@ class RouterStore:
             key, seen = int(keys[row]), int(self._tokens[keys[row] + 1])
             raise InvalidInputError(
                 f"tap.rows has key {key} at a token with input id {int(input_ids[row])}, but earlier this key "
-                f"belonged to input id {seen}: the keys are those of other tokens or another "
-                "step, or a key occurs twice."
+                f"belonged to input id {seen}: the keys belong to other tokens or to another step, or a key occurs "
+                "twice."
             )
 
     @property

@@ -41,7 +41,7 @@ class BehaviorFilter(Options):
         Options.__post_init__(self)
         require(
             self.action == "mask" or self.metric == "ratio",
-            f"action 'clamp' bounds the ratio, so it needs metric 'ratio', got {self.metric!r}: use action 'mask'.",
+            f"action 'clamp' works only with metric 'ratio': for metric {self.metric!r}, use action 'mask'.",
         )
         if self.lower is not None:
             require(self.lower <= self.upper, f"lower ({self.lower}) must not exceed upper ({self.upper}).")

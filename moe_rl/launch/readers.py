@@ -17,6 +17,6 @@ def interpret(raw: RawRun, framework: str | None = None) -> ReadRun:
         if reader.recognizes(raw):
             return reader.read(raw)
     raise InvalidInputError(
-        f"the framework of {', '.join(raw.files)} is not recognized from its settings. Name it with --framework "
+        f"the settings in {', '.join(raw.files)} do not show which framework reads them. Name it with --framework "
         f"({', '.join(sorted(READERS.names))})."
     )

@@ -75,7 +75,7 @@ def restore_placement(balancer: Balancer, folder: Path | str) -> bool:
         saved_placement.resident_slots and saved_placement.ep_size != own_placement.ep_size
     ):
         logger.warning(
-            "moe_rl: the replicas that %s keeps for the whole step do not fit this run: it starts without them.",
+            "moe_rl: the resident copies saved in %s do not fit this run, so the run starts without them.",
             path,
         )
         saved_placement = ExpertPlacement.from_home_rank(saved_placement.home_rank, ep_size=saved_placement.ep_size)

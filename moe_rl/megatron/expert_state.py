@@ -150,8 +150,7 @@ class MegatronExperts:
         """Return the experts, after what is still being gathered of them, and their state; raise without optimizer."""
         require(
             self._optimizer is not None,
-            "experts cannot move to other ranks, because attach received no optimizer whose state could move with "
-            "them.",
+            "experts cannot move to other ranks without their optimizer state, but attach received no optimizer.",
         )
         state = ExpertOptimizerState(self._optimizer)
         self.complete_gathers()

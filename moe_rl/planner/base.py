@@ -107,13 +107,14 @@ class PlanProblem:
         require(
             load.num_experts == self.model.num_experts and load.num_layers == self.model.num_moe_layers,
             f"the expert loads and model {self.model.name!r} do not match: the loads have {load.num_layers} MoE "
-            f"layers with {load.num_experts} experts each, the model has {self.model.num_moe_layers} with "
+            f"layers with {load.num_experts} experts each, but the model has {self.model.num_moe_layers} with "
             f"{self.model.num_experts} each.",
         )
         require(
             load.ep_size == topology.ep_size and load.num_ep_groups == topology.num_ep_groups,
-            f"the expert loads and the topology do not match: the loads have {load.num_ep_groups} EP groups of "
-            f"{load.ep_size} ranks, the topology has {topology.num_ep_groups} of {topology.ep_size}.",
+            "the expert loads and the topology do not match: EP groups x ranks per group are "
+            f"{load.num_ep_groups} x {load.ep_size} in the loads, but {topology.num_ep_groups} x {topology.ep_size} in "
+            "the topology.",
         )
         topology.experts_per_rank(self.model.num_experts)
         self._check_sequences()
@@ -235,8 +236,8 @@ class Planner(ABC):
         residents = current is not None and bool((current.resident_experts >= 0).any())
         require(
             may.choose_residents or not (may.move_homes and residents),
-            "home ranks cannot change while the replicas that stay for the whole step keep their slots. Let the "
-            "plan choose these replicas, too.",
+            "home ranks cannot change while resident copies (replicas for a whole step) keep their slots. Let the "
+            "plan choose the resident copies, too.",
         )
         if not self.levers.choose_residents:
             problem = replace(problem, resident_slots=0)

@@ -80,7 +80,10 @@ def split_waiting(per_rank: Sequence[Sequence[AttributedWork]]) -> WaitSplit:
             f"recording {rank} has {len(durations)} all-to-alls in moe_rl ranges, but recording 0 has {len(keys)}: "
             "they cannot be compared.",
         )
-    require(bool(keys), "no all-to-all is in a moe_rl range, so waiting cannot be separated from transfer.")
+    require(
+        bool(keys),
+        "no all-to-all is in a moe_rl range, so waiting cannot be separated from transfer: record with MOE_RL_NVTX=1.",
+    )
     # The rank that joins last waits for nobody: its time is the transfer.
     transfers = dict(durations_of_ranks[0])
     for durations in durations_of_ranks[1:]:

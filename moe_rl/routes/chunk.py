@@ -250,7 +250,7 @@ class ChunkScan:
 
     def _check_end(self, position: int, number: int) -> None:
         mark = self.data[position:].tobytes()
-        require(mark == end_mark(number), f"the end mark after {number} chunks of routes is corrupt.")
+        require(mark == end_mark(number), f"the end marker after {number} chunks of routes is corrupt.")
         self.closed = True
 
 
@@ -263,10 +263,10 @@ def _chunk(data: NDArray[np.uint8], position: int, number: int) -> tuple[Chunk, 
     require(left >= HEADER.size, f"{where} is truncated: it has only {left} of {HEADER.size} header bytes.")
     _, version, flags, experts, top_k, layers, routed, *counts, stored, body, crc = HEADER.unpack(head)
     newer = version > VERSION or flags & ~HAS_WEIGHTS
-    require(not newer, f"{where} has version {version}, which is too new for this version of moe_rl.")
+    require(not newer, f"{where} has format version {version}, which is too new for this version of moe_rl.")
     require(
         version == VERSION,
-        f"{where} has the old version {version}, which moe_rl no longer reads: write the routes again.",
+        f"{where} has the old format version {version}, which moe_rl no longer reads: write the routes again.",
     )
     require(
         stored + body <= left - HEADER.size,

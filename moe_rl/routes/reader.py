@@ -118,7 +118,7 @@ class RoutesReader:
 
     def length(self, key: int) -> int:
         """Return the rows of a sequence."""
-        require(key in self._extents, f"there are no routes of sequence {key}.")
+        require(key in self._extents, f"there are no routes for sequence {key}.")
         return sum(extent.rows for extent in self._extents[key])
 
     def ids(
@@ -183,7 +183,10 @@ class RoutesReader:
         is_same = chunk.tables.shape == first_tables.shape and np.array_equal(
             chunk.tables.layer_ids, first_tables.layer_ids
         )
-        require(is_same, "the chunks come from different models: they differ in experts, top-k or layers.")
+        require(
+            is_same,
+            "the chunks come from different models: they differ in the number of experts, in top-k or in the layers.",
+        )
 
     def _pieces(self, key: int, first_row: int, end_row: int) -> Iterator[tuple[_Extent, int]]:
         """Yield (rows of a chunk, where they stand among the rows asked for)."""

@@ -101,7 +101,7 @@ class RoutesWriter:
             has_route = np.ones(len(rows), np.bool_)
         else:
             has_route = np.asarray(valid, np.bool_)
-        require(has_route.shape == (len(rows),), f"valid must have shape [{len(rows)}], got {list(has_route.shape)}.")
+        require(has_route.shape == (len(rows),), f"`valid` must have shape [{len(rows)}], got {list(has_route.shape)}.")
         versions = np.broadcast_to(np.asarray(policy_version, np.int32), (len(rows),))
         weights = self._weights(rows, combine_weights)
         # Rows without a route may hold anything, -1 included.

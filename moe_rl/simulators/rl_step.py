@@ -138,15 +138,15 @@ class RlStepSetting:
         require_words(self, rollout_precision=PRECISIONS)
         require(
             not self.weight_sync_control_s or bool(self.weight_sync_transport),
-            f"weight_sync_control_s ({self.weight_sync_control_s:g}) is added to the time of a transport, but none "
-            "is set: set weight_sync_transport.",
+            f"weight_sync_control_s ({self.weight_sync_control_s:g}) is added to the predicted transfer time: also set "
+            "weight_sync_transport, which predicts this time.",
         )
         if self.weight_sync_transport:
             require_words(self, weight_sync_transport=TRANSPORTS.names)
             self._require_same_gpus(TRANSPORTS[self.weight_sync_transport])
         require(
             not self.rollout_map or self.rollout_imbalance > 1,
-            "rollout_map removes the imbalance that rollout_imbalance gives, so rollout_imbalance must be above 1, got "
+            "rollout_map removes the imbalance set by rollout_imbalance, so rollout_imbalance must be above 1, got "
             f"{self.rollout_imbalance}.",
         )
         require(
@@ -167,13 +167,13 @@ class RlStepSetting:
         """Raise for a transport between GPUs of another kind than the setting's."""
         require(
             transport.colocated or not self.colocated,
-            f"the weight_sync_transport {transport.name} sends weights to GPUs other than the training GPUs: set "
+            f"weight_sync_transport {transport.name!r} sends weights to GPUs other than the training GPUs: set "
             "rollout_gpus.",
         )
         require(
             self.colocated or not transport.colocated,
-            f"the weight_sync_transport {transport.name} works only if training and rollout share the same GPUs: do "
-            "not set rollout_gpus.",
+            f"weight_sync_transport {transport.name!r} works only if training and rollout share the same GPUs: do not "
+            "set rollout_gpus.",
         )
 
     @property
@@ -433,7 +433,7 @@ class _Engine:
         self.room_bytes = CACHE_SHARE[setting.colocated] * hardware.hbm_gib * GIB - weight_bytes
         require(
             self.room_bytes > 0,
-            f"the weights of {model.name} do not fit into {size} GPUs of {hardware.name}: set a larger engine_size.",
+            f"the weights of {model.name} do not fit on {size} GPUs of {hardware.name}: set a larger engine_size.",
         )
         self.cache_bytes = BF16_BYTES * _cached_layers(model) * _cache_width(model, self.attending)  # per token
         # Probability that a token does not choose a given expert.

@@ -92,8 +92,8 @@ class SequenceModel:
         )
         require(
             self.step_logit_change <= math.sqrt(2) * self.policy_sigma or self.step_drift == 0,
-            f"step_drift ({self.step_drift}) is too large: one step would change the router more than the "
-            "difference between two unrelated policies.",
+            f"step_drift ({self.step_drift}) is too large: one step would change the router more than "
+            "switching to an unrelated policy would.",
         )
 
     @property

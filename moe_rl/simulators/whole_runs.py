@@ -64,9 +64,7 @@ class WholeRun:
                 facts=repr([row[name] for name in DECIDING] + [setting]),
             )
         except KeyError as missing:
-            raise InvalidInputError(
-                f"the entry of a published run lacks {missing.args[0]!r}: {row.get('name', row)}."
-            ) from missing
+            raise InvalidInputError(f"the published run {row.get('name', row)} lacks {missing.args[0]!r}.") from missing
 
     def predicted(self, hardware: HardwareSpec | None = None, software: SoftwareCosts | None = None) -> BalancedStep:
         """Return the step as predicted, with other constants where they are given."""

@@ -189,8 +189,8 @@ def stated_steps(options: SimulationOptions, lengths: NDArray[np.int64] | None) 
     configs, steps = options.pricing.known_step_config, options.pricing.known_step
     require(
         len(configs) in (0, len(steps)),
-        f"--known-step-config is given {len(configs)} times, but --known-step {len(steps)} times. Give one for "
-        "each, in the same order ('-' stands for this command's own setting).",
+        f"--known-step-config is given {len(configs)} times, but --known-step {len(steps)} times. Give one "
+        "--known-step-config for each --known-step, in the same order ('-' stands for this command's own setting).",
     )
     stated: list[StatedStep] = []
     for index, text in enumerate(options.pricing.known_step):
@@ -226,8 +226,8 @@ def _read(text: str, options: SimulationOptions, lengths: NDArray[np.int64] | No
             # The first iterations compile and fill caches.
             return [StatedStep(text=text, seconds=median(values[1:] or values), part=part)]
     raise InvalidInputError(
-        "give seconds (41.2), tokens/s/gpu (2605tokens/s/gpu), a file of known steps (.yaml), or a log file or "
-        f"log line of {FRAMEWORKS}."
+        "give a step time in seconds (41.2), a throughput (2605tokens/s/gpu), a YAML file of known steps, or a log "
+        f"line or log file of {FRAMEWORKS}."
     )
 
 
@@ -304,7 +304,7 @@ def priced_row(
     else:
         lengths = own_lengths
     gpus = row.trainer.train_gpus or row.parallel.gpus
-    require(gpus is not None, "its setting must have `gpus`, the number of GPUs of the trainer.")
+    require(gpus is not None, "the setting of this step needs `gpus`, the number of GPUs of the trainer.")
     return priced_lengths(
         model,
         row.step_setting(),
@@ -352,9 +352,7 @@ def _check_model(model: str, forecast: str) -> None:
     if FROM_TRACE in (model, forecast):
         return
     stated, other = load_model(model).spec.name, load_model(forecast).spec.name
-    require(
-        stated == other, f"it is a step of {stated}, but the prediction is for {other}: give a step of the same model."
-    )
+    require(stated == other, f"this step is for {stated}, but the prediction is for {other}: give a step of {other}.")
 
 
 def _known(step: StatedStep, run: PricedRun, priors: Sequence[Prior]) -> KnownStep:
@@ -381,18 +379,18 @@ def _check_plausible(step: StatedStep, seconds: float, run: PricedRun, priors: S
     for unit, rate in {"tokens/s/GPU": throughput, "tokens/s of all GPUs": throughput * run.gpus}.items():
         if step.seconds is not None and run.tokens > 1 and abs(log(seconds / rate)) < log(LARGEST_FACTOR) / 2:
             raise InvalidInputError(
-                f"it looks like {unit} (the prediction is {rate:,.0f}). Give seconds, or a number followed by "
+                f"this number looks like {unit} (the prediction is {rate:,.0f}). Give seconds, or a number followed by "
                 "tokens/s/gpu."
             )
     least = run.flops / (run.gpus * 1e12 * priors[0].hardware.gemm_tflops * 2.0)
     if seconds < least:
         raise InvalidInputError(
-            f"no step can be this short, because its GEMMs alone take {least:.3g} s at twice the BF16 rate."
+            f"this is too short for a step: its GEMMs alone take {least:.3g} s, even at twice the BF16 rate."
         )
     times = f"{np.exp(nearest):.0f} times" if nearest > 0 else f"1/{np.exp(-nearest):.0f} of"
     raise InvalidInputError(
-        f"it is {times} the predicted {forecast:.3g} s, so it probably belongs to another model, batch, number "
-        "of GPUs or part of the step."
+        f"this is {times} the predicted {forecast:.3g} s, so it was probably measured with another model, batch or "
+        "number of GPUs, or for another part of the step."
     )
 
 

@@ -160,7 +160,8 @@ def deciding_policy(planning: PlanningOptions, pricing: PricingOptions, model: M
         does = "makes replicas for a whole step"
     require(
         len(candidates) > 0,
-        f"{flag} has no effect: none of the policies {', '.join(planning.policy)} {does}. The policy moe-rl does.",
+        f"{flag} has no effect, because no policy in --policy ({', '.join(planning.policy)}) {does}. Add the policy "
+        "moe-rl.",
     )
     # moe-rl-unpacked decides only where moe-rl itself is not asked for.
     return min(candidates, key=lambda policy: POLICIES[policy].variant_of is not None)

@@ -85,7 +85,7 @@ def span_grid(axes: Iterable[tuple[str, Sequence[Value]]], base: SimulationOptio
         require(field not in values_of, f"--sweep gives {field} twice.")
         require(
             isinstance(values, list | tuple | range) and len(values) > 0,
-            f"--sweep of {field} needs a list of values, got {values!r}.",
+            f"--sweep {field} needs a list of values, got {values!r}.",
         )
         values_of[field] = values
     require(len(values_of) > 0, "--sweep must name an option, e.g. --sweep expert_model_parallel_size=8,16.")

@@ -179,7 +179,7 @@ def _shape_task(
     return ShapeTask(
         shapes=shapes, model=model, hardware=hardware, base=base, lengths=lengths, gpus=parallel.gpus,
         ranks_per_node=parallel.ranks_per_node or hardware.ranks_per_node,
-        buffers=slots.replica_slots + 2 * slots.number_of("cross_node_slots", "tune"),
+        buffers=slots.replica_slots + 2 * slots.number_of("cross_node_slots", "moe-rl tune"),
         recompute=(base.recompute,) if "recompute" in _decided(options) else RECOMPUTE,
         micro_batch_tokens=budget,
         resident_slots=None if slots.resident_slots == AUTO else int(slots.resident_slots),

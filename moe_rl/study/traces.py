@@ -56,7 +56,7 @@ def open_for_model(trace: TraceLike, options: TraceOptions, model: LoadedModel |
             )
         require(
             options.format in (None, trace.format),
-            f"{trace.path} was opened as {trace.format}, not as {options.format}.",
+            f"{trace.path} was opened in format {trace.format}, but format is set to {options.format}.",
         )
         require_agreement(trace, options.import_options())
         return trace

@@ -89,8 +89,8 @@ def test_the_table_shows_why_and_what_to_do(tmp_path: Path) -> None:
         ("bool_tag.yaml", "a: !!bool 3", "bool_tag.yaml:1: '3' is not a valid value of the YAML type"),
         ("knot.yaml", "a: &a {b: *a}", "contains a mapping that contains itself."),
         ("text.sh", "echo hello\n", "contains no arguments of a run"),
-        ("other.sh", "ls --all --color=never\n", "is not recognized from its settings"),
-        ("other.yaml", "a: 1", "is not recognized from its settings"),
+        ("other.sh", "ls --all --color=never\n", "do not show which framework reads them"),
+        ("other.yaml", "a: 1", "do not show which framework reads them"),
         ("open.sh", f"run {MEGATRON} 'x", "open.sh:1: a single quote has no closing quote."),
         (
             "word.sh",

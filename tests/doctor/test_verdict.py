@@ -257,7 +257,7 @@ def test_a_framework_that_is_not_known_is_not_readable(tmp_path: Path, name: str
     """Its sections may mean the reference model as well as the policy."""
     ran = moe_rl("doctor", "--no-environment", "--attach", _written(tmp_path / name, text))
     assert ran.code == 2
-    assert "is not recognized from its settings" in ran.err
+    assert "do not show which framework reads them" in ran.err
 
 
 def test_a_launcher_in_an_array_is_a_command(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_opsm_can_measure_the_drift_from_the_rollout_policy() -> None:
 
 
 def test_a_clamp_needs_the_ratio() -> None:
-    with pytest.raises(InvalidInputError, match=r"needs metric 'ratio', got 'kl_k2': use action 'mask'"):
+    with pytest.raises(InvalidInputError, match=r"only with metric 'ratio': for metric 'kl_k2', use action 'mask'"):
         BehaviorFilter(metric="kl_k2", action="clamp")
 
 

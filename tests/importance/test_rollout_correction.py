@@ -442,7 +442,7 @@ def test_bypass_mode_refuses_what_it_cannot_have() -> None:
     [
         ({"rollout_is": "sequnce"}, "unknown rollout_is 'sequnce'. Did you mean 'sequence'"),
         ({"rollout_is_threshold": "2.0_0.5"}, "0 < lower <= upper, got '2.0_0.5'"),
-        ({"rollout_is_threshold": "two"}, "must be a number or 'lower_upper', got 'two'"),
+        ({"rollout_is_threshold": "two"}, "must be a number or two numbers joined by _, got 'two'"),
         ({"rollout_is_threshold": True}, "must be a number"),
         ({"rollout_is_threshold": 0.0}, "must be positive"),
         ({"rollout_is_threshold": math.inf}, "must be finite"),

@@ -195,7 +195,7 @@ def test_router_log_probs_refuses_what_it_cannot_read() -> None:
         router_shift_ratio([], floor=1.5, num_tokens=1)
     with pytest.raises(InvalidInputError, match=r"shape \[3, K\]"):
         router_shift_ratio([(torch.zeros(2, 1), torch.zeros(2, 1))], floor=0.5, num_tokens=3)
-    with pytest.raises(InvalidInputError, match=r"valid must be bool"):
+    with pytest.raises(InvalidInputError, match=r"`valid` must be a bool tensor"):
         router_shift_ratio([(torch.zeros(2, 1),) * 2], floor=0.5, num_tokens=2, valid=torch.ones(2))
 
 

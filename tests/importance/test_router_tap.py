@@ -211,7 +211,7 @@ def test_a_store_of_the_last_step_is_refused(model: nn.Sequential) -> None:
     store = read_once(tap, whole, KEYS)
     with (
         tap.update_pass(store),
-        pytest.raises(InvalidInputError, match="the keys are those of other tokens or another step"),
+        pytest.raises(InvalidInputError, match="the keys belong to other tokens or to another step"),
     ):
         _run(tap, whole, KEYS, INPUT_IDS + 1)
 

@@ -144,7 +144,7 @@ KNOWN: dict[Callable[[Run], None], str] = {
     keys_that_are_no_integers: r"tap.rows must be an int64 tensor of keys, not torch.float32",
     keys_in_another_order: "has key 3 at a token with input id 4, but earlier this key belonged to input id 16",
     two_tokens_with_one_key: "has key 1 at a token",
-    the_store_of_the_step_before: "the keys are those of other tokens or another step, or a key occurs twice",
+    the_store_of_the_step_before: "the keys belong to other tokens or to another step, or a key occurs twice",
     the_store_of_another_model: "the store is for a model with 3 routers, but this model has 2",
     a_second_micro_batch_without_rows: "Set tap.rows before every forward pass",
     a_reference_model_inside_the_pass: "such as those of a reference model, outside",

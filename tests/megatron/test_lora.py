@@ -62,7 +62,7 @@ def test_adapters_that_differ_between_ranks_or_experts_are_refused(outcome: list
     for said in outcome:
         assert "an adapter that all experts share must be equal on all ranks" in said["of ranks"]
         assert (
-            "linear_fc2 of TEGroupedMLP is a SharedLowRank, but one adapter (LoRA) must be shared by all"
+            "linear_fc2 of TEGroupedMLP is a SharedLowRank: moe_rl supports only LoRA with one adapter shared by all"
             in (said["of experts"])
         )
 

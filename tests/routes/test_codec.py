@@ -199,10 +199,10 @@ def test_foreign_bytes_are_refused(data):
 def test_newer_and_foreign_data_are_told_apart():
     other = bytearray(DATA)
     other[8] = 3
-    with pytest.raises(InvalidInputError, match=r"has version 3, which is too new"):
+    with pytest.raises(InvalidInputError, match=r"has format version 3, which is too new"):
         read_all(bytes(other))
     other[8] = 1
-    with pytest.raises(InvalidInputError, match="old version 1, which moe_rl no longer reads"):
+    with pytest.raises(InvalidInputError, match="old format version 1, which moe_rl no longer reads"):
         read_all(bytes(other))
     with pytest.raises(InvalidInputError, match="does not start with the header of moe_rl routes"):
         read_all(b"\x93NUMPY" + bytes(200))
@@ -285,7 +285,7 @@ def test_a_damaged_end_mark_is_corrupt(tmp_path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(InvalidInputError, match="the end mark after 3 chunks of routes is corrupt"):
+    with pytest.raises(InvalidInputError, match="the end marker after 3 chunks of routes is corrupt"):
         RoutesReader.open(path)
     assert RoutesReader.open(path, salvage=True).keys == (0, 1, 2)
 

@@ -221,7 +221,7 @@ def test_contradictory_facts_are_refused(changes: dict[str, float], message: str
 
 
 def test_weights_that_fit_no_engine_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="do not fit into"):
+    with pytest.raises(InvalidInputError, match="do not fit on"):
         rollout_of(load_model("deepseek-v3").spec, H100, COLOCATED, LENGTHS, 0.0)
 
 

@@ -137,7 +137,7 @@ def test_a_step_takes_a_transport_by_name() -> None:
         RlStepSetting(train_gpus=16, weight_sync_transport="planned")
     with pytest.raises(InvalidInputError, match="do not set rollout_gpus"):
         sync_s(weight_sync_transport="gathered-ipc")
-    with pytest.raises(InvalidInputError, match="set weight_sync_transport"):
+    with pytest.raises(InvalidInputError, match="also set weight_sync_transport"):
         sync_s(weight_sync_control_s=2.0)
 
 

@@ -197,7 +197,7 @@ def test_an_open_trace_takes_no_options_of_reading(path: Path) -> None:
     trace = moe_rl.open_trace(path, num_experts=8)
     with pytest.raises(InvalidInputError, match="has num_experts = 8, but you set 16"):
         moe_rl.simulate(trace, **{**SMALL, "num_experts": 16})
-    with pytest.raises(InvalidInputError, match="was opened as npz, not as vllm"):
+    with pytest.raises(InvalidInputError, match="was opened in format npz, but format is set to vllm"):
         moe_rl.simulate(trace, format="vllm", **SMALL)
 
 

@@ -159,13 +159,13 @@ def test_a_sweep_moves_all_points_by_the_step_of_the_setting_before_it_is_varied
 @pytest.mark.parametrize(
     ("known", "sentence"),
     [
-        (("--known-step", "nonsense"), "give seconds (41.2), tokens/s/gpu"),
+        (("--known-step", "nonsense"), "give a step time in seconds (41.2), a throughput"),
         (("--known-step", "0"), "a step must take more than 0 s"),
         (("--known-step", "50"), "times the predicted"),
-        (("--known-step", "1e-9"), "no step can be this short, because its GEMMs alone take"),
+        (("--known-step", "1e-9"), "this is too short for a step: its GEMMs alone take"),
         (("--known-step", "timing_s/step:41.2"), "is the time of an RL step, but this command predicts only an update"),
         (("--known-step", "absent.yaml"), "the file does not exist"),
-        (("--known-step", "1", "--known-step-config", "a", "--known-step-config", "b"), "Give one for each"),
+        (("--known-step", "1", "--known-step-config", "a", "--known-step-config", "b"), "Give one --known-step-config"),
         (("--known-step", "1", "--objective", "imbalance"), "--known-step gives a time"),
         (("--known-memory", "900"), "It may belong to another setting"),
     ],
@@ -181,12 +181,12 @@ def test_tokens_per_second_for_seconds_and_another_models_step_are_recognized(tm
     before = json.loads(moe_rl("rl-step", *RL, "--json", "-").out)["policies"]["static"]
     throughput = 128 * 2000 / before["step_time_s"]
     ran = moe_rl("rl-step", *RL, "--known-step", round(throughput))
-    assert (ran.code, "it looks like tokens/s of all GPUs" in ran.err) == (2, True), ran.err
+    assert (ran.code, "this number looks like tokens/s of all GPUs" in ran.err) == (2, True), ran.err
     config = tmp_path / "run.yaml"
     config.write_text("model: deepseek-v3\ntrain_gpus: 256\nep: 16\n")
     ran = moe_rl("rl-step", *RL, "--known-step", 40, "--known-step-config", config)
     assert ran.code == 2
-    assert "it is a step of DeepSeek-V3, but the prediction is for Qwen3-30B-A3B" in ran.err
+    assert "this step is for DeepSeek-V3, but the prediction is for Qwen3-30B-A3B" in ran.err
 
 
 def test_a_known_peak_moves_the_forecast_peak_part_of_the_way(tmp_path: Path, trace: Path) -> None:

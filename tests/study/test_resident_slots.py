@@ -108,11 +108,11 @@ def test_plans_and_sweeps_take_it_too(path: Path, tmp_path: Path) -> None:
         ({"objective": "imbalance"}, "looks for the shortest step, which the objective imbalance does not predict"),
         (
             {"policy": ["static", "ultraep"], "policy_option": []},
-            "none of the policies static, ultraep makes replicas for a whole step",
+            "no policy in --policy (static, ultraep) makes replicas for a whole step",
         ),
         (
             {"policy": ["static", "ultraep"], "policy_option": [], "resident_slots": 0, "cross_node_slots": "auto"},
-            "none of the policies static, ultraep makes replicas across nodes",
+            "no policy in --policy (static, ultraep) makes replicas across nodes",
         ),
     ],
 )

@@ -93,9 +93,7 @@ def _from_message_log(messages: object) -> tuple[NDArray[np.integer], int]:
     for message in log:
         if message.get("routed_experts") is not None:
             routes = decode_envelope(message["routed_experts"])
-            require(
-                shape in (None, routes.shape[1:]), "the messages have different numbers of layers or different top-k."
-            )
+            require(shape in (None, routes.shape[1:]), "the messages differ in the number of layers or in top-k.")
             shape = routes.shape[1:]
             parts.append(routes)
             position += len(routes)

@@ -68,7 +68,7 @@ def _meta(choice: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
         return meta
     if isinstance(extension, dict) and isinstance(usage, dict):
         return usage | extension
-    raise InvalidInputError("the response must contain meta_info, or else both sglext and usage.")
+    raise InvalidInputError("the response must contain either meta_info, or both sglext and usage.")
 
 
 def _layers_and_choices(num_ids: int, rows: int, options: ImportOptions) -> tuple[int, int]:

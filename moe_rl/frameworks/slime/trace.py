@@ -96,7 +96,8 @@ def _sequence(sample: object, place: Place) -> RecordedSequence:
     )
     if isinstance(routes, Opaque):
         raise InvalidInputError(
-            f"the dump contains only a reference ({routes.name or 'foreign object'}) to the routes."
+            f"the dump contains a reference to the routes ({routes.name or 'an unknown object'}), not the routes "
+            "themselves."
         )
     ids = as_routes(routes)
     tokens = fields.get("tokens")
@@ -139,7 +140,7 @@ def _shard_places(shard: object) -> tuple[dict[int, Place], int]:
     partition, batches = fields.get("partition", fields.get("rollout_position")), fields.get("micro_batch_indices")
     counts = fields.get("num_microbatches")
     if not isinstance(partition, list) or not isinstance(batches, list):
-        raise InvalidInputError("a shard of dp_shards lacks partition or micro_batch_indices.")
+        raise InvalidInputError("a shard of dp_shards lacks the list `partition` or `micro_batch_indices`.")
     if batches and isinstance(batches[0], list) and batches[0] and isinstance(batches[0][0], list):
         batches = list(itertools.chain.from_iterable(batches))
     if isinstance(counts, list) and counts:
@@ -159,7 +160,9 @@ def _shard_places(shard: object) -> tuple[dict[int, Place], int]:
         for local in batch:
             index = integer(local, "a micro-batch index")
             require(
-                0 <= index < len(partition), f"micro_batch_indices contains {index}, which is outside the partition."
+                0 <= index < len(partition),
+                f"micro_batch_indices contains {index}, which is not an index into `partition` ({len(partition)} "
+                "entries).",
             )
             position = integer(partition[index], "a position in the partition")
             require(position not in places, f"sample {position} appears in two micro-batches.")

@@ -53,8 +53,8 @@ def split_weights(engine: Any, balancer: Any, exported: Iterator[tuple[str, torc
     """Return the split weights of verl's `MegatronEngine`; `exported` is its exporter, not yet begun."""
     require(
         bool(getattr(engine, "vanilla_bridge", False)),
-        "checkpoint_engine.backend=moe_rl needs vanilla_mbridge=True, because it sends experts separately from "
-        "mbridge's export.",
+        "checkpoint_engine.backend=moe_rl needs vanilla_mbridge=True, because this backend sends experts separately "
+        "from mbridge's export.",
     )
     require(engine.peft_cls is None, "checkpoint_engine.backend=moe_rl can neither send nor merge LoRA adapters.")
     require(not engine._qat_enabled, "checkpoint_engine.backend=moe_rl does not quantize weights (QAT).")

@@ -32,7 +32,9 @@ def _offer_rollout_correction(helper: ModuleType) -> None:
 
     correction = next(symbol for symbol in FRAMEWORK.beside if "rollout_corr_helper" in symbol.name)
     if problem := correction.problem():
-        logger.warning("moe_rl: the names moe_rl_* of rollout_correction cannot be used: %s", problem)
+        logger.warning(
+            "moe_rl: rollout_correction does not accept moe_rl_* values of rollout_is and rollout_rs: %s", problem
+        )
         return
     helper.compute_rollout_correction_and_rejection_mask = rollout_corrected(helper)  # type: ignore[attr-defined]
 

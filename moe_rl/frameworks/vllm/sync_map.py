@@ -93,9 +93,9 @@ def _tell_routers(model_runner: Any, slots: NDArray[np.int32], num_experts: int)
         start_map = np.arange(slots.shape[1])
         require(
             bool((slots == start_map).all()),
-            "the weight sync sends an expert map, but the routers of vLLM cannot use it without enable_eplb. Set "
-            "enable_eplb with a step_interval longer than the run, so that vLLM itself moves no expert, or remove "
-            "expert_map.",
+            "the weight sync sends an expert map, but the routers of vLLM cannot use it without enable_eplb. "
+            "Remove expert_map, or set enable_eplb with a step_interval longer than the run, so that vLLM itself moves "
+            "no expert.",
         )
         return
     from vllm.distributed.eplb.eplb_state import _commit_eplb_maps

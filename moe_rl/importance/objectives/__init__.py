@@ -96,7 +96,7 @@ def make_objective(objective: str | Objective, options: dict[str, Any]) -> Objec
     if isinstance(objective, Objective):
         if options:
             raise InvalidInputError(
-                f"options {sorted(options)} can only be passed with an objective's name: set them in the Objective "
+                f"options {sorted(options)} can be passed only if objective is a name: set them in the Objective "
                 "itself."
             )
         return objective

@@ -188,11 +188,11 @@ def quantize_weights(
         require(weight.is_contiguous(), f"{what} must be dense, got strides {weight.stride()}.")
         require(
             codes.plain.data.shape == weight.shape and (codes.transposed is not None) == transpose,
-            f"{what} has shape {tuple(weight.shape)}, but its codes have shape {tuple(codes.plain.data.shape)}.",
+            f"{what} has shape {tuple(weight.shape)}, but its output memory has shape {tuple(codes.plain.data.shape)}.",
         )
         require(
             weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0 and weight.data_ptr() % 16 == 0,
-            f"{what} must have dimensions divisible by 16 and memory that starts at a multiple of 16 bytes.",
+            f"{what} must have dimensions divisible by 16 and be aligned to 16 bytes.",
         )
     sides = [side for codes in into for side in codes.both]
     _quantize_weights(

@@ -134,7 +134,7 @@ def _path(linear: Any, name: str) -> str:
     matrices = all(parameter.dim() <= MATRIX_AXES for parameter in linear.parameters())
     require(
         len(paths) == 1 and paths[0].count(".") <= 1 and matrices,
-        f"{name} of TEGroupedMLP is a {type(linear).__name__}, but one adapter (LoRA) must be shared by all "
-        "experts. For one adapter per expert, turn moe_grouped_gemm off.",
+        f"{name} of TEGroupedMLP is a {type(linear).__name__}: moe_rl supports only LoRA with one adapter shared by "
+        "all experts. For one adapter per expert, turn moe_grouped_gemm off.",
     )
     return paths[0]

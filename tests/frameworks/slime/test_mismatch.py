@@ -90,11 +90,11 @@ def test_verls_mean_leaves_the_empty_sequence_out_by_which_the_two_differ() -> N
 
 def test_a_lower_bound_beside_a_band_is_refused() -> None:
     with pytest.raises(
-        InvalidInputError, match=r"rollout_is_lower_bound 0.5 needs a rollout_is_threshold that is a single number"
+        InvalidInputError, match=r"with rollout_is_lower_bound 0.5, rollout_is_threshold must be a single number"
     ):
         RolloutCorrectionConfig(rollout_is_lower_bound=0.5, rollout_is_threshold="0.2_5.0")
     with pytest.raises(
-        InvalidInputError, match=r"rollout_is_lower_bound 3 needs a rollout_is_threshold that is a single number"
+        InvalidInputError, match=r"with rollout_is_lower_bound 3, rollout_is_threshold must be a single number"
     ):
         RolloutCorrectionConfig(rollout_is_lower_bound=3.0)
 
