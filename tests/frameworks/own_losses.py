@@ -419,7 +419,8 @@ OURS: dict[tuple[str, str], tuple[str, Loss]] = {
 """(framework, recorded setting) -> what stands for it here, and its loss with nothing else set."""
 WIDE = {"clip_ratio_low": math.inf, "clip_ratio_high": math.inf}
 _TOKENS_WIDTH = (
-    "the framework's clip width 0.2 suits single tokens and clips no sequence; moe_rl uses the paper's 3e-4 and 4e-4"
+    "the framework's clip width of 0.2 is meant for token ratios and clips no sequence ratio; "
+    "moe_rl uses the GSPO paper's widths, 3e-4 and 4e-4"
 )
 EXPLAINED: dict[tuple[str, str], tuple[str, Loss]] = {
     ("verl", "gspo/default"): (_TOKENS_WIDTH, our_verl("gspo", **WIDE)),
@@ -434,14 +435,18 @@ EXPLAINED: dict[tuple[str, str], tuple[str, Loss]] = {
         objective("cispo", clip_ratio_low=0.2),
     ),
     ("skyrl", "kl_cov/default"): (
-        "SkyRL averages advantages over tokens but sums the KL; moe_rl: `ppo_kl_coef` times the number of tokens",
+        "SkyRL averages advantages over tokens but sums the KL; "
+        "to match it, multiply moe_rl's `ppo_kl_coef` by the number of tokens",
         objective("kl_cov", kl_cov_ratio=0.2, ppo_kl_coef=float(sum(record.LENGTHS))),
     ),
 }  # fmt: skip
 """Where ours differs: why, and ours without that cause, which equals the framework's."""
 NAMES = {
     ("trl", "vespo"): "TRL's own `vespo/phi_seq_mean` is not logged",
-    ("areal", "default"): "AReaL's `stats_tracker` gets no numbers; the callback `log` gets them under moe_rl's names",
+    (
+        "areal",
+        "default",
+    ): "moe_rl passes its metrics to the callback `log`, under its own names, and not to AReaL's `stats_tracker`",
     (
         "verl",
         "kl_cov/default",
@@ -474,7 +479,7 @@ class Contract:
 
     def row(self) -> str:
         """A line of the table."""
-        found = "equal" if self.equal else f"loss {self.loss:+.1e}, gradient {self.gradient:.0%}"
+        found = "equal" if self.equal else f"loss differs by {self.loss:+.1e}, gradient by {self.gradient:.0%}"
         kinds = {kind: [n for n, k in self.logged if k == kind] for kind in ("differs", "absent")}
         numbers = [f"{kind}: {', '.join(f'`{n}`' for n in names)}" for kind, names in kinds.items() if names]
         cases = [(self.framework, mode) for mode in (self.mode, f"{self.mode}/default")]

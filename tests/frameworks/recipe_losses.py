@@ -58,7 +58,8 @@ class Recipe:
 _GSPO = {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "clip_ratio_c": 10.0}
 _DAPO = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10.0, "loss_agg_mode": "token-mean"}
 _WIDTH = (
-    "without a clip: the framework's clip width 0.2 suits single tokens and clips no sequence, so moe_rl refuses it"
+    "if clipping is off; moe_rl refuses the framework's clip width of 0.2, "
+    "which is meant for token ratios and clips no sequence ratio"
 )
 RECIPES = (
     *(
@@ -311,7 +312,8 @@ def table() -> str:
     lines = ["| framework | recipe | the recipe's loss | our loss |", "|---|---|---|---|"]
     for recipe in RECIPES:
         loss, gradient = differences(recipe, recorded[recipe.key])
-        found = "equal" if max(abs(loss), gradient) <= own.TOLERANCE else f"loss {loss:+.1e}, gradient {gradient:.0%}"
+        is_equal = max(abs(loss), gradient) <= own.TOLERANCE
+        found = "equal" if is_equal else f"loss differs by {loss:+.1e}, gradient by {gradient:.0%}"
         if recipe.cause:
             found += f" {recipe.cause}"
         settings = "".join(f", {name} {_shown(value)}" for name, value in recipe.settings.items())

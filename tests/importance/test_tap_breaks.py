@@ -197,7 +197,7 @@ UNKNOWABLE: dict[Callable[[Run], RouterShift], str] = {
     keys_wrong_in_both_passes: "keys that are wrong in the same way in both passes",
     two_equal_tokens_with_one_key: "two tokens with the same key and input id",
     an_old_pass_by_other_weights: "an old pass with weights other than the rollout's",
-    finish_for_other_tokens_than_the_loss: "a call to `finish` with keys that are not those of the loss's tokens",
+    finish_for_other_tokens_than_the_loss: "a call to `finish` with keys of tokens outside the loss",
 }
 
 

@@ -39,7 +39,7 @@ def clipped_surrogate(
 def ppo(
     b: ObjectiveBatch, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float | None = 3.0
 ) -> TokenLoss:
-    """max(-A rho, -A clip(rho, 1 - lo, 1 + hi)); where A < 0 at most -A c.
+    """max(-A rho, -A clip(rho, 1 - lo, 1 + hi)), but at most -A c where A < 0.
 
     `clip_ratio_c`: dual clip, None turns it off; TRL's two-sided `delta` is the same number.
 
@@ -52,7 +52,7 @@ def ppo(
 def gspo(
     b: ObjectiveBatch, *, clip_ratio_low: float = 3e-4, clip_ratio_high: float = 4e-4, gradient: str = "token"
 ) -> TokenLoss:
-    """`ppo` with s = exp(mean_t d) in place of rho, its gradient through each token.
+    """`ppo` with s = exp(mean_t d) in place of rho; each token's gradient flows through its own log pi.
 
     `gradient` "sequence" differentiates the mean itself, as slime and miles do. The loss is the same, and so is the
     gradient of a mean over the sequence, unless tokens have weights of their own: a token's then acts on itself here,
@@ -89,7 +89,7 @@ def ctpo(
     clip_ratio_la_power: float | None = None,
     ratio_mode: str = "cumprod",
 ) -> TokenLoss:
-    """`ppo` on the prefix ratio, log-space bounds growing as t^p.
+    """`ppo` on the prefix ratio, with log-space bounds proportional to t^p.
 
     PPO on the prefix ratio, clipped in log space to [-low t^p, high t^p]; t counts valid tokens from 1.
 
@@ -119,7 +119,7 @@ def opsm(
     opsm_delta: float = 1e-4,
     against: str = "old",
 ) -> TokenLoss:
-    """`ppo` without sequences with A < 0 and mean(-d) > delta.
+    """`ppo` without the sequences that have A < 0 and mean(-d) > delta.
 
     d is taken from the policy `against`. Dropped tokens stay in the denominators. `against` "rollout" is TRL's and
     ms-swift's.
@@ -304,7 +304,7 @@ def cispo(b: ObjectiveBatch, *, clip_ratio_low: float = 10.0, clip_ratio_high: f
 def dppo_tv(
     b: ObjectiveBatch, *, clip_ratio_low: float = 0.2, clip_ratio_high: float = 0.2, clip_ratio_c: float = 20.0
 ) -> TokenLoss:
-    """-A sg(min(rho, c)) log pi, dropped where the token's probability moved too far.
+    """-A sg(min(rho, c)) log pi, but 0 where the token's probability moved too far.
 
     The distance is the change of the token's probability (binary total variation): a token is kept by
     keep = (p - q <= hi) where A > 0, else (p - q >= -lo); p, q the current and old probability.
@@ -341,7 +341,7 @@ def prime_rl(
     adv_tau: float = 1.0,
     kl_tau: float = 1e-3,
 ) -> TokenLoss:
-    """-(keep adv_tau A rho) + kl_tau d^2, keep as in `dppo_tv`.
+    """-keep adv_tau A rho + kl_tau d^2, where keep is 0 for the tokens that `dppo_tv` drops and 1 for the others.
 
     It differentiates the ratio, not log pi.
 
@@ -353,7 +353,7 @@ def prime_rl(
 def prime_rl_ipo(
     b: ObjectiveBatch, *, adv_tau: float = 1.0, kl_tau: float = 1e-3, ipo_threshold: float = 0.1
 ) -> TokenLoss:
-    """`prime_rl`, masking both signs of A.
+    """`prime_rl`, but keep is 0 wherever the token's probability moved by more than ipo_threshold.
 
     A token is masked where |p - q| > ipo_threshold.
 
@@ -372,7 +372,7 @@ def clip_cov(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> TokenLoss:
-    """`ppo` without a few random tokens of high covariance of A and log pi.
+    """`ppo` without a few random tokens where A and log pi have a high covariance.
 
     They are drawn from the tokens whose covariance lies in (lb, ub) and that no clip took.
 
@@ -395,7 +395,7 @@ def clip_cov(
 
 
 def kl_cov(b: ObjectiveBatch, *, kl_cov_ratio: float = 2e-4, ppo_kl_coef: float = 1.0) -> TokenLoss:
-    """-A rho, + c abs(d) at the few tokens of the highest covariance of A and log pi.
+    """-A rho, plus c abs(d) at the few tokens where A and log pi have the highest covariance.
 
     A pull to the old policy takes the place of a clip. Of n valid tokens these are max(floor(ratio n), 1). verl's
     `actor/ppo_kl` is the mean of |d| here, ours of -d as for every objective.
