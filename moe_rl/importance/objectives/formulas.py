@@ -341,7 +341,7 @@ def prime_rl(
     adv_tau: float = 1.0,
     kl_tau: float = 1e-3,
 ) -> TokenLoss:
-    """-keep adv_tau A rho + kl_tau d^2, where keep is 0 for the tokens that `dppo_tv` drops and 1 for the others.
+    """-(keep adv_tau A rho) + kl_tau d^2, where keep is 0 for the tokens that `dppo_tv` drops and 1 for the others.
 
     It differentiates the ratio, not log pi.
 
