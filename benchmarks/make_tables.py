@@ -227,11 +227,11 @@ TILES = {
         "gemm gluon_wide 256x256x64 w4 s3 weighted sum_is_dense stages4 specialized bf16 fp32"
     ),
     "DeepGEMM bf16": "DeepGEMM bf16, multicast 2",
-    "FP8 wgrad, specialized, written": "gemm gluon_wgrad 128x256x128 w4 s3 stages6 specialized fp8e4nv fp32",
-    "FP8 wgrad, specialized, added in fp32": (
+    "FP8 wgrad, specialized, result written": "gemm gluon_wgrad 128x256x128 w4 s3 stages6 specialized fp8e4nv fp32",
+    "FP8 wgrad, specialized, result added in fp32": (
         "gemm gluon_wgrad 128x256x128 w4 s3 accumulate stages6 specialized fp8e4nv fp32"
     ),
-    "DeepGEMM 1d1d, added by TMA": "DeepGEMM 1d1d (wgrad)",
+    "DeepGEMM 1d1d, result added by TMA": "DeepGEMM 1d1d (wgrad)",
     "plain loop, FP8": "gemm tma 128x128x128 w8 s4 block sum_is_dense fp8e4nv fp32 bf16",
     "plain loop, bf16": "gemm tma 128x256x64 w8 s3 sum_is_dense bf16",
 }

@@ -40,7 +40,7 @@ class PassOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassMetrics:
-    """Metrics of one EP group's forward or forward-backward pass in this stage's layers. Rows: token-expert pairs."""
+    """Metrics of one EP group's pass (forward or forward-backward) in one pipeline stage. Rows: token-expert pairs."""
 
     policy: str
     source: Source = "routes"

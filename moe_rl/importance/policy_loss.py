@@ -44,7 +44,7 @@ _WEIGHT_EPS = 1e-10
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyLossOutput:
-    """The scalar to minimize and what to log."""
+    """The loss to minimize, and the metrics to log."""
 
     loss: Tensor
     """Shape [], differentiable."""

@@ -61,7 +61,7 @@ def importance_weights(
     cu_seqlens: Tensor | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> ImportanceWeights:
-    """Compute w = exp(log-ratio) per token, sequence or geometric mean, and bound it; shapes [B, S] or packed [T].
+    """Compute bounded weights exp(log-ratio) per token or sequence (product or geometric mean); [B, S] or packed [T].
 
     `level`: token w_t; sequence prod_t w_t (unbiased, high variance); geometric (prod_t w_t)^(1/n). `mode`:
     `truncate` min(w, upper) (TIS); `clip` to [lower, upper]; `mask` 0 outside [lower, upper] (IcePop at token

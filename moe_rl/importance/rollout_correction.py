@@ -1,4 +1,4 @@
-"""Correct the gap between the rollout engine and the trainer with importance weights and rejection; measure their cost.
+"""Correct the rollout-trainer gap with importance weights and rejection; report effective sample size and rejections.
 
 The policy that generated the tokens (vLLM, SGLang, often in lower precision) is not the one that is trained.
 `rollout_correction` has verl's options and returns verl's triple, so it can stand in for

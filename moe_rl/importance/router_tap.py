@@ -126,7 +126,7 @@ class _ForwardRows:
 
 
 class RouterTap:
-    """Records the routers of a model (or of a pipeline stage's chunks) during forward passes."""
+    """Records the router outputs of a model (or of a pipeline stage's chunks) during forward passes."""
 
     def __init__(
         self,

@@ -87,7 +87,7 @@ class ExpertMatrix:
 def prepare(
     weights: torch.Tensor | list[torch.Tensor], recipe: Recipe, *, transpose: bool = True, backend: str = "auto"
 ) -> ExpertMatrix:
-    """Quantize bf16 weights for `recipe`, once per optimizer step: [G, N, K], or one [N, K] per expert (a table).
+    """Quantize bf16 weights, [G, N, K] or a list of one [N, K] per expert, for `recipe`. Call once per optimizer step.
 
     The transposed copy doubles the FP8 memory and makes dgrad as fast as forward. 128 x 128 blocks are moved bit for
     bit; one scale per column, or per 32 elements of a row (MXFP8), must be quantized again, along the other axis.

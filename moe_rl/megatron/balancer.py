@@ -45,7 +45,7 @@ from moe_rl.simulators.setting import TrainingRun
 
 
 class Balancer(PassCycle[PassTables]):
-    """Plans passes and directs Megatron's layers during them. Call every method on all ranks."""
+    """Makes a plan for every pass, and makes Megatron's layers follow it. Call every method on all ranks."""
 
     def __init__(
         self,

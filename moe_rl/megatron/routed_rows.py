@@ -70,7 +70,7 @@ def padded_rows(routed_experts: Routes, *, row_slice: RowSlice, attention_mask: 
 
 
 def padded_sequences(tokens: Any, *, row_slice: RowSlice, attention_mask: Any = None) -> SequenceRows:
-    """Return the sequence of each row of `padded_rows`, from the token ids [B, S] of a padded batch.
+    """Return which sequence each row of `padded_rows` belongs to, from the token ids [B, S] of a padded batch.
 
     `attention_mask` [B, S] is false on padding. Every sequence is named by all of its tokens, whichever rows of it
     this rank holds.

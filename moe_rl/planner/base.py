@@ -184,7 +184,7 @@ class PlanProblem:
 
 
 class Planner(ABC):
-    """A policy: a frozen dataclass of its parameters, which also declares its properties.
+    """A balancing policy: a frozen dataclass that contains its parameters and declares its properties.
 
     Every parameter has a default and is a whole number, a number, a word or a truth value, so that it can be given on
     the command line. Everything else (the table, the sweep, Megatron, the doctor) asks these facts and keeps no list

@@ -42,7 +42,7 @@ def mean_bound(load: StepLoad) -> Bound:
 
 
 def node_bound(load: StepLoad, home_rank: NDArray[np.integer], ranks_per_domain: int) -> Bound:
-    """Return the lower bound on imbalance with these home ranks [L, E], if replicas stay inside the home's node."""
+    """Return the lower bound on imbalance with these home ranks [L, E], if replicas stay in their home rank's node."""
     at_home = np.zeros((*load.pairs.shape[:3], load.ep_size), np.int64)
     per_expert = load.per_expert()
     for layer, homes in enumerate(home_rank):

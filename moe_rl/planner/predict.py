@@ -16,7 +16,7 @@ from moe_rl.planner.base import PlanProblem
 
 
 def predicted_cost(plan: Plan, problem: PlanProblem) -> float:
-    """Return the seconds of the step's MoE layers under `problem.cost`, including replicas but not moves between steps.
+    """Predict the seconds that a step's MoE layers take under `problem.cost`, with replicas but without expert moves.
 
     Visits of ranks and nodes are counted where the load carries routes, and rows where the dispatcher sends one for
     every expert (`core.visits`). Counts alone do not say which experts meet in one token: then visits are those of

@@ -24,7 +24,7 @@ OF_EVERY_IMPORT = ("first_k_dense", "mask_capture_holes")
 def open_source(
     path: Path | str, *, format: str | None = None, options: ImportOptions | None = None
 ) -> TraceReader | ImportedTrace:
-    """Open a trace in any known format, which is recognized from the file unless given.
+    """Open a trace in any known format; `format=None` detects the format from the file.
 
     `options` say what foreign formats leave out (number of experts, dense layers, ...); one that contradicts the
     file, or that its format has no use for, is refused. Raises `InvalidInputError` where nothing is there, no format

@@ -160,7 +160,7 @@ def convert_trace(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
 ) -> TraceReader:
-    """Copy a source to the trace directory `path` and return its reader; `progress` gets finished and total tokens.
+    """Copy a source to the trace directory `path` and return a reader of it; `progress` receives done and total tokens.
 
     `steps` are those to take, in recorded order (default: all). `routes_only` leaves out policy versions and the
     router's log-probabilities, which take twice as many bytes as the routes; `counts_only` keeps token counts per
@@ -227,7 +227,7 @@ def _reduced(part: Trace, *, counts_only: bool, routes_only: bool) -> Trace:
 
 
 def write_trace(parts: Iterable[Trace], path: Path | str, *, overwrite: bool = False, **shape: Any) -> TraceReader:
-    """Write all parts to the trace directory `path` and return its reader; `shape` are arguments of `TraceWriter`.
+    """Write all parts to the trace directory `path`, and return a reader of it; `shape` is passed to `TraceWriter`.
 
     The trace is built beside `path` under a hidden name and takes its place when it is complete, so that bad input and
     interruptions leave `path` as it was.

@@ -29,7 +29,7 @@ PAGE_COLUMNS = 140
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationReport(ReportData):
-    """Result of a simulation; prints like the output of `moe-rl simulate`.
+    """Result of a simulation; `print` shows the same report as `moe-rl simulate`.
 
     >>> report = moe_rl.simulate("run.moetrace", model="qwen3-235b-a22b", cluster="h100")  # doctest: +SKIP
     >>> print(report.table())  # doctest: +SKIP

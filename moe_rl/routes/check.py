@@ -44,7 +44,7 @@ class CheckedSequence:
 def check_routes(
     sequences: Sequence[CheckedSequence], *, num_experts: int, policy_versions: range | None = None
 ) -> list[Verdict]:
-    """Return one verdict per sequence of a batch; only routes of `policy_versions` may be replayed."""
+    """Check a batch's routes, and return a verdict per sequence; only routes of `policy_versions` may be replayed."""
     require(num_experts >= 1, f"the number of experts must be at least 1, got {num_experts}.")
     return [
         _check(sequence, [other for other in sequences if other is not sequence], num_experts, policy_versions)

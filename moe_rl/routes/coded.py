@@ -15,7 +15,7 @@ ROWS_AT_ONCE = 8192
 
 
 class CodedRoutes:
-    """Encoded routes [T, L, K] of one sequence, with an array's shape, dtype, slicing and `np.asarray`.
+    """Encoded routes [T, L, K] of one sequence; an array-like with shape, dtype, slicing and `np.asarray`.
 
     Ids of a row ascend. A pickle holds the coded bytes. Raises `InvalidInputError` where these are not a stream.
     """

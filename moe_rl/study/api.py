@@ -33,7 +33,7 @@ def simulate(
     progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> SimulationReport:
-    """Predict the gain of every balancing policy on a trace: a path, an open trace, or a `RoutingTrace` in memory.
+    """Predict the gain of every balancing policy on a trace, given as a path, an open trace or a `RoutingTrace`.
 
     `options` are those of `moe-rl simulate` in Python spelling (`moe_rl.study.SimulationOptions`), over those of
     the YAML file `config`. With `sensitivity` the report says where constants that are 30 % off change the ranking.
@@ -80,7 +80,7 @@ def rl_step(
     progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> dict[str, RlStep]:
-    """Predict the time of a whole RL step under every policy; the result is keyed by policy, `static` first.
+    """Predict the time of a whole RL step under every policy; return a dict by policy, with `static` first.
 
     `options` are those of `moe-rl rl-step`. Without a trace they describe the samples: the result then holds `static`
     with the given `imbalance`, and `forced_balance`.
@@ -107,7 +107,7 @@ def sweep(
     progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> Sweep:
-    """Simulate every combination of the option `values` on all cores; `options` sets all other options.
+    """Simulate every combination of the option values in `values` on all cores; `options` sets the other options.
 
     `jobs` sets how many points run at once. With `executor` "ray" they run on the Ray cluster at `ray_address`, whose
     workers see the same files; None is the cluster that this machine is part of, or one that is started here.
@@ -142,7 +142,7 @@ def tune(
     progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> Tuned:
-    """Search for the parallel layout with the most tokens/s on `gpus` GPUs, for lengths from a trace or the options.
+    """Search for the fastest parallel layout (tokens/s) on `gpus` GPUs; lengths come from a trace or the options.
 
     `options` are those of `moe-rl tune`; layouts with results in the file `out` (.jsonl) are not computed again.
 

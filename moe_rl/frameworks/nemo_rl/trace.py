@@ -1,8 +1,8 @@
 """NeMo-RL: `routed_experts` envelopes `nrlre1:<dtype>:<S>x<L>x<K>:<base64>` in responses or message logs.
 
 The dtype is int8, int16 or int32. An envelope has one row per token of the padded sequence. Rows 0 .. valid_length - 2
-are routes. If one of these rows contains -1, its route was not captured, and the trainer's own router decides. All
-later rows contain 0 .. K-1 (NVIDIA-NeMo/RL:nemo_rl/utils/routed_experts_codec.py,
+are routes. If one of these rows contains -1, its route was not captured, and the trainer's router chooses the experts.
+All later rows contain 0 .. K-1 (NVIDIA-NeMo/RL:nemo_rl/utils/routed_experts_codec.py,
 nemo_rl/models/generation/vllm/utils.py). This filler looks like a route, so the importer determines its first row from
 `valid_length`, else from the record's token counts, else from the rows themselves. In a message log, nothing after the
 last assistant message was fed to the model.

@@ -8,8 +8,8 @@ uint8, uint16 or int16 ids (shape `[rows, layers, K]`), or int32 ids followed by
 completion_ids). `position_ids` of a micro-batch restart at 0 in each packed sequence (PrimeIntellect-ai/prime-rl:
 src/prime_rl/transport/types.py and trainer/batch.py).
 
-The last token of a sequence has no route (zero bytes, or no row). The importer leaves out the
-padding of a micro-batch: the tokens with id 1 at its end.
+The last token of a sequence has no route: its row is missing or all zeros. The importer leaves out the padding of a
+micro-batch: the tokens with id 1 at its end.
 """
 
 import re

@@ -1,9 +1,9 @@
 """SGLang: `meta_info["routed_experts"]` of responses, or `sglext.routed_experts` of its OpenAI server.
 
-The routes are base64-encoded int32 ids in C order, without their shape,
-`[prompt + generated - 1 - routed_experts_start_len, num_hidden_layers, K]`. Dense layers hold zeros, and the last token
-has no row (sgl-project/sglang:python/sglang/srt/state_capturer/routed_experts.py). The response does not contain the
-number of layers or the number of experts per token: set `num_layers`, `top_k` or both.
+The routes are base64-encoded int32 ids in C order. Their shape is
+`[prompt + generated - 1 - routed_experts_start_len, num_hidden_layers, K]`. The response does not contain it: set
+`num_layers`, `top_k` or both. The ids of dense layers are zeros, and the last token has no row
+(sgl-project/sglang:python/sglang/srt/state_capturer/routed_experts.py).
 """
 
 from collections.abc import Iterator

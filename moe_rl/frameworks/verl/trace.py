@@ -1,10 +1,11 @@
 """verl: the tensors of a `DataProto` batch in a `.pt` (`torch.save(dict(data.batch), path)`) or `.npz` file.
 
 `routed_experts` is `[batch, prompt + response, layers, K]` with the prompt left-padded, so `attention_mask`
-`[batch, prompt + response]` says which rows belong to the sequence. Padding and the final token, which has no route,
-hold zeros. Jagged data is a list of `[tokens, layers, K]` arrays. Each array ends with the final token's row of zeros,
-unless `input_ids` has one more token than the array (verl-project/verl:verl/experimental/agent_loop/agent_loop.py,
-verl/utils/megatron/router_replay_utils.py). Optional: `uid` (prompt group), `global_steps`.
+`[batch, prompt + response]` says which rows belong to the sequence. The rows of padding and of the final token, which
+has no route, are zeros. Jagged data is a list of `[tokens, layers, K]` arrays. Each array ends with the final token's
+row of zeros, unless `input_ids` has one more token than the array
+(verl-project/verl:verl/experimental/agent_loop/agent_loop.py, verl/utils/megatron/router_replay_utils.py). Optional
+tensors: `uid` (prompt group) and `global_steps`.
 """
 
 from collections.abc import Iterator

@@ -138,7 +138,7 @@ def grouped_gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Return out [M, N] in `out_dtype`: out[row] = W[group of row] @ a[row], for a [M, K].
+    """Return out [M, N] in `out_dtype`: out[row] = W[group of row] @ a[row], where `a` is [M, K].
 
     `weights`: [G, N, K], or `ExpertWeights`, which may be a table of addresses. With bf16 operands in tensors, autograd
     gives gradients of both (sums in fp32, rounded to bf16 once); weights behind a table get none: accumulate them with

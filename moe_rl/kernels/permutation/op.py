@@ -149,7 +149,7 @@ def build_row_map(slot_map: torch.Tensor, num_slots: int, *, first_slot: int = 0
 def permute(
     x: torch.Tensor, probs: torch.Tensor | None, row_map: RowMap, *, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return (rows [M, H], row_probs [M]): tokens x [T, H] and probs [T, K] (fp32 or None), copied in slot order.
+    """Copy tokens x [T, H] and probs [T, K] (fp32 or None) in slot order; return (rows [M, H], row_probs [M]).
 
     Rows from m_offsets[-1] on are zero. The gradient of a token sums its rows in the order of its top-k.
     """
@@ -161,7 +161,7 @@ def permute(
 def unpermute(
     rows: torch.Tensor, probs: torch.Tensor | None, row_map: RowMap, *, backend: str = "auto"
 ) -> torch.Tensor:
-    """Return out [T, H]: for each token, the sum of its rows (of rows [M, H]), weighted by probs[t, k] if given.
+    """Return out [T, H]: the sum of each token's rows in `rows` [M, H], weighted by probs[t, k] if given.
 
     Sums run in fp32 in the order k = 0, 1, ... of the router's top-k, whatever slots the experts have, and round once
     to the dtype of `rows`. Rows from m_offsets[-1] on are never read. Gradients go to `rows` and `probs`.

@@ -42,7 +42,7 @@ def _gather_logprobs(logits: torch.Tensor, expert_ids: torch.Tensor, score_funct
 def gather_logprobs(
     logits: torch.Tensor, expert_ids: torch.Tensor, *, score_function: str = "softmax", backend: str = "auto"
 ) -> torch.Tensor:
-    """Return fp32 [T, K]: log-probability of expert_ids [T, K] under router logits [T, E]. The gradient goes to logits.
+    """Return fp32 [T, K]: log-probability of expert_ids [T, K] under router logits [T, E]. Gradients flow to logits.
 
     `softmax`: log softmax over all E. `sigmoid`: log sigmoid of the expert's own logit. `sigmoid-normalized`: that
     score divided by its sum over all E. Ids outside 0 .. E - 1 (-1: no route) give 0 and no gradient. fp32 inside, and

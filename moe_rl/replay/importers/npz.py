@@ -1,13 +1,13 @@
 """`.npz`: one `[tokens, layers, K]` id array per sequence, under the sequence's name.
 
 The importer also reads a `.pt` file with such a tensor or a list of them, and a `.json` file with a list of nested
-lists. It also reads your own records, as `.jsonl` or a `.json` list. A record is a nested list, or an object with a
-nested list in one field of any name; `group_id` or `prompt_id` is its prompt group. An array `[tokens, K]` is one
-layer. If all keys of an `.npz` file contain layer numbers (`layer_0`, `layers.1`), its arrays are the layers of one
-sequence. If `axes` is LTK, layers come before tokens. Every row counts as a route. Floats `[tokens, layers, E]` are
-router logits: if K is given, the K experts with the highest logits become the route. A warning states that this route
-is wrong for a router with expert groups or an expert bias. A key that starts with `group<number>` or `prompt<number>`
-assigns its sequence to a prompt group.
+lists. It also reads your own records, as `.jsonl` or a `.json` list. A record is a nested list, or an object with one
+field (of any name) that contains a nested list; its field `group_id` or `prompt_id` gives its prompt group. An array
+`[tokens, K]` is one layer. If all keys of an `.npz` file contain layer numbers (`layer_0`, `layers.1`), its arrays are
+the layers of one sequence. If `axes` is LTK, layers come before tokens. Every row counts as a route. Floats
+`[tokens, layers, E]` are router logits: if K is given, the K experts with the highest logits become the route. A
+warning states that this route is wrong for a router with expert groups or an expert bias. A key that starts with
+`group<number>` or `prompt<number>` assigns its sequence to a prompt group.
 """
 
 import logging
