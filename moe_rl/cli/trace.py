@@ -56,7 +56,7 @@ def info(trace: Path, options: TraceOptions, json_path: Path | None = None) -> N
 @command(app, "trace validate")
 @with_options(TraceOptions)
 def validate(trace: Path, options: TraceOptions) -> None:
-    """Check every route, and stop at the first wrong checksum, invalid or repeated expert id, or missing layer."""
+    """Check every route; stop at the first wrong checksum, missing layer, or invalid or repeated expert id."""
     with _opened(trace, options) as (advance, source):
         source.validate(partial(advance, "checking"))
     typer.echo(
@@ -118,7 +118,7 @@ def synth(
     like_trace: Path | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Generate a synthetic trace, either of GRPO groups or from a preset whose sequences prefer different experts."""
+    """Generate a synthetic trace whose sequences prefer different experts, optionally in GRPO groups."""
     from moe_rl.replay import write_trace
     from moe_rl.simulators.registry import SYNTHETIC
     from moe_rl.study.traces import open_trace, routes_of_step

@@ -49,13 +49,13 @@ def test_the_headline_says_what_is_gained_over_the_best_engine() -> None:
     policies = tuple(prediction(name, seconds, load=1.1) for name, seconds in rows.items())
     shown = report(*policies, engines=("ultraep", "moonep"))
     assert headline(shown).title == (
-        "moe-rl makes this update 1.43x as fast as static placement and 1.07x as fast as the best dispatcher "
-        "engine, moonep."
+        "moe-rl makes this update 1.43x as fast as static placement and 1.07x as fast as the best load-balancing "
+        "dispatcher, moonep."
     )
     gains = [shown.speedup_vs_best_engine(row) for row in shown.policies]
     assert gains == [None, pytest.approx(7.5 / 8), 1.0, pytest.approx(7.5 / 7)]
     # The engine itself is not compared with itself, and without engines there is nothing to compare with.
-    assert "engine" not in headline(report(*policies[:3], engines=("ultraep", "moonep"))).title
+    assert "dispatcher" not in headline(report(*policies[:3], engines=("ultraep", "moonep"))).title
     assert report(*policies).best_engine is None
 
 
@@ -63,8 +63,8 @@ def test_the_headline_has_the_interval_of_drawn_batches_and_the_step_of_rl() -> 
     policies = (prediction("static", 10.0, load=2.0), prediction("moe-rl", 7.5, load=1.1))
     said = headline(report(*policies, speedups=(1.33, 1.31, 1.36), rl=rl_gain()))
     assert said.lines == (
-        "An RL step is 1.06x to 1.08x as fast with moe-rl, which saves 6.5% (25 of 384 GPU hours a day). "
-        "The largest parts of the RL step are rollout 50%, update 40%, weight sync 10%.",
+        "An RL step is 1.06x to 1.08x as fast with moe-rl as with static placement, saving 6.5% (25 of 384 GPU "
+        "hours a day). Its largest parts are rollout 50%, update 40%, weight sync 10%.",
         "moe-rl makes this update 1.31x to 1.36x as fast as static placement.",
     )
 

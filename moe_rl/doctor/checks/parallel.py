@@ -37,7 +37,7 @@ def loss_depends_on_micro_batches(case: Case) -> Iterator[Found]:
     """Most losses are sums over the samples of a mini-batch, divided by one number for the whole mini-batch, so the
     assignment of samples to micro-batches does not matter. This run's loss depends on which samples share a
     micro-batch. Both verl's dynamic micro-batches (use_dynamic_bsz) and moe_rl's packing regroup the samples, and so
-    change the loss. A run that moe_rl balances logs this once but still packs.
+    change the loss. moe_rl logs this once, but still packs.
     """
     reason = case.settings.micro_batch_loss
     if reason:
@@ -46,8 +46,8 @@ def loss_depends_on_micro_batches(case: Case) -> Iterator[Found]:
 
 def interleaved_batched_p2p(case: Case) -> Iterator[Found]:
     """With two pipeline stages, the previous and the next rank are the same process. One batch of messages then sends
-    both an activation and a gradient to that process, and only their order distinguishes them. On gloo the loss is
-    silently wrong (5.006 instead of 4.989 at step 0). Megatron's argument parser refuses the combination, but
+    both an activation and a gradient to that process, and only their order distinguishes them. With gloo, the loss
+    is silently wrong (5.006 instead of 4.989 at step 0). Megatron's argument parser refuses the combination, but
     megatron.core does not check it.
     """
     settings = case.settings

@@ -94,8 +94,9 @@ def recompute_replay_order(case: Case) -> Iterator[Found]:
 
 
 def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
-    """SGLang and vLLM return routes for all transformer layers, dense layers included. Other producers return routes
-    for MoE layers only. Code that expects the other layer axis silently assigns routes to the wrong layers.
+    """SGLang and vLLM return routes for all transformer layers, dense layers included. Other sources return routes
+    for MoE layers only. Code that expects one layer axis and gets the other silently assigns routes to the wrong
+    layers.
     """
     replay, pattern = case.replays, case.settings.moe_layer_freq
     if not replay or not pattern:
@@ -118,9 +119,9 @@ def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
 
 
 def no_replay(case: Case) -> Iterator[Found]:
-    """Without replay, rollout engine and trainer choose experts independently. About 10 % of the router decisions
-    differ, and most tokens get different experts in at least one layer. These differences add noise to importance
-    ratios, and a plan made from the rollout's routes only forecasts the trainer's load.
+    """Without replay, the rollout engine and the trainer choose experts independently. About 10 % of the router
+    decisions differ, and most tokens get different experts in at least one layer. These differences add noise to
+    importance ratios, and a plan made from the rollout's routes fits the trainer's load only approximately.
     """
     settings = case.settings
     setting = settings.num_moe_experts or settings.expert_model_parallel_size

@@ -7,9 +7,10 @@ from moe_rl.planner.registry import POLICIES
 
 
 def padding_routes_on_one_expert(case: Case) -> Iterator[Found]:
-    """Padding tokens and the last token of a sequence have no route. For these tokens, verl's R2 replays zeros, so all
-    go to expert 0; miles replays experts 0 .. K-1, so all go to EP rank 0. With padded batches, expert 0 seems hot in
-    every load metric: it gets 6 % of the load at 2k tokens and 25 % at 512 tokens (verl-project/verl#7075).
+    """Padding tokens and the last token of a sequence have no route. For these tokens, verl's R2 replays zeros, so
+    they all go to expert 0; miles replays experts 0 to K-1, so they all go to EP rank 0. With padded batches,
+    expert 0 seems hot in every load metric: it gets 6 % of the load at 2k tokens and 25 % at 512 tokens
+    (verl-project/verl#7075).
     """
     settings, replay = case.settings, case.replays
     packed, framework = settings.packed, settings.framework
