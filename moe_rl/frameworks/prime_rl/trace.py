@@ -4,8 +4,8 @@ Files contain msgspec structs, encoded as MessagePack arrays: `rank_<r>.bin` con
 `rollouts.bin` contains a `TrainingBatch`, whose first field is the list of `TrainingSample`. Fields differ between
 versions, so the importer finds them by their contents. `RoutedExperts` is `[data, shape, dtype]`. `data` contains
 uint8, uint16 or int16 ids (shape `[rows, layers, K]`), or int32 ids followed by their float32 combine weights (shape
-`[rows, layers, 2 K]`). The first list of a struct holds its token ids (older samples: prompt_ids, prompt_mask,
-completion_ids). `position_ids` of a micro-batch restart at 0 in each packed sequence (PrimeIntellect-ai/prime-rl:
+`[rows, layers, 2 K]`). The first list of a struct holds its token ids; older samples start with prompt_ids, prompt_mask
+and completion_ids. `position_ids` of a micro-batch restart at 0 in each packed sequence (PrimeIntellect-ai/prime-rl:
 src/prime_rl/transport/types.py and trainer/batch.py).
 
 The last token of a sequence has no route: its row is missing or all zeros. The importer leaves out the padding of a

@@ -1,4 +1,4 @@
-"""SGLang: `meta_info["routed_experts"]` of responses, or `sglext.routed_experts` of its OpenAI server.
+"""SGLang: `meta_info["routed_experts"]` of responses, or `sglext.routed_experts` of its OpenAI-compatible server.
 
 The routes are base64-encoded int32 ids in C order. Their shape is
 `[prompt + generated - 1 - routed_experts_start_len, num_hidden_layers, K]`. The response does not contain it: set
