@@ -113,7 +113,7 @@ def model_of_config(config: Config, *, where: Path | str) -> tuple[MoeModelSpec,
     family = str(config.get("model_type", ""))
     if family not in FAMILIES:
         raise InvalidInputError(
-            f"{where}: moe_rl does not know the MoE layers of model_type "
+            f"{where}: moe_rl does not know which layers are MoE layers in model_type "
             f"{family!r}.{nearest_name(family, FAMILIES)} Alternatively, use --model from-trace with "
             "--hidden-size and --moe-ffn-hidden-size."
         )

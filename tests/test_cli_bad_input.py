@@ -361,7 +361,7 @@ def test_what_is_no_trace_is_refused(
 def test_answers_without_routes_say_how_to_ask_for_them(tmp_path: Path, answer: dict[str, object]) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(answer) + "\n")
     sentence = refused(tmp_path, "simulate", tmp_path / "a.jsonl", *outputs(tmp_path))
-    assert "Start vLLM or SGLang with --enable-return-routed-experts" in sentence
+    assert "start vLLM or SGLang with --enable-return-routed-experts" in sentence
 
 
 def test_an_empty_trace_directory_is_refused(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_map_is_written_scored_and_read_back(engine: str, trace: Path, tmp_pat
         (("--export", "sglang", "--micro-batch-tokens", 8, "-o", "m.json"), "applies to training only"),
         (("--export", "sglang", "--ep", 3, "-o", "m.json"), "--ep 3 does not divide the 8 experts"),
         (("--export", "sglang", "--step", 3, "-o", "m.json"), "does not have step 3"),
-        (("--policy", "moe-rl", "-o", "m.npz", "--json", "-"), "--json requires --export"),
+        (("--policy", "moe-rl", "-o", "m.npz", "--json", "-"), "--json works only with --export"),
     ],
 )
 def test_what_cannot_be_exported_leaves_nothing(

@@ -492,5 +492,5 @@ def test_a_picture_that_cannot_be_made_is_refused_before_any_point(
     before = snapshot(tmp_path)
     ran = sweep(trace, "--sweep", "ep=4", "--out", tmp_path / "s.jsonl", "--plot", tmp_path / f"s.{kind}")
     assert (ran.code, ran.out) == (2, "")
-    assert f"a .{kind} needs CairoSVG ({install_line('plot')})" in ran.err
+    assert f"a .{kind} file needs CairoSVG ({install_line('plot')})" in ran.err
     assert snapshot(tmp_path) == before

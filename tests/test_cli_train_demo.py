@@ -50,7 +50,7 @@ def test_the_training_demo_ends_with_a_report_of_its_own_run(
 def test_the_training_demo_says_which_options_it_does_not_have(tmp_path: Path) -> None:
     ran = moe_rl("demo", "--train", "--cluster", "h100", "--ep", 4)
     assert ran.code == 2
-    assert "demo --train cannot be combined with --ep, --cluster" in ran.err
+    assert "so it cannot be combined with --ep, --cluster" in ran.err
 
 
 def test_without_a_checkout_one_sentence_says_where_the_run_is(tmp_path: Path) -> None:

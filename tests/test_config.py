@@ -418,7 +418,7 @@ def test_a_named_model_equals_the_defaults_that_transformers_ships_for_its_famil
     ("content", "expected"),
     [
         ({"model_type": "qwen3moe"}, "Did you mean 'qwen3_moe'?"),
-        ({"model_type": "llama"}, "moe_rl does not know the MoE layers of model_type 'llama'"),
+        ({"model_type": "llama"}, "moe_rl does not know which layers are MoE layers in model_type 'llama'"),
         ({"model_type": "mixtral", "num_hidden_layers": 4}, "must have one of the keys num_experts, num_local_experts"),
         ({"model_type": "mixtral", "num_hidden_layers": "4"}, "num_hidden_layers must be a whole number, got '4'."),
     ],

@@ -69,7 +69,7 @@ class DriverPacking:
         ranks = num_dp_ranks * slices
         require(
             ranks % ep_size == 0,
-            f"the {ranks} ranks of a pipeline stage cannot be divided into EP groups of {ep_size}.",
+            f"the {ranks} ranks of a pipeline stage cannot be divided into EP groups of {ep_size} ranks.",
         )
         return cls(
             framework=framework,

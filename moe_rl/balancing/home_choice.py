@@ -201,7 +201,7 @@ class HomeChoice(Generic[Tables]):
         if not self._warned_of_gradients and dist.get_rank() == 0:
             logger.warning(
                 "moe_rl: experts cannot move to other ranks now, because gradients of an earlier pass still wait "
-                "for the optimizer step. The experts move at the start of the first pass that finds no such gradients."
+                "for the optimizer step. The experts will move at the start of the first pass without such gradients."
             )
         self._warned_of_gradients = True
 

@@ -82,8 +82,8 @@ class ExpertHomes:
         require(
             placement.home_rank.shape == old_placement.home_rank.shape and placement.ep_size == old_placement.ep_size,
             "the placement does not match this run: its home_rank [MoE layers, experts] has shape "
-            f"{list(placement.home_rank.shape)} for {placement.ep_size} EP ranks, but this run has "
-            f"{list(old_placement.home_rank.shape)} for {old_placement.ep_size}.",
+            f"{list(placement.home_rank.shape)} for {placement.ep_size} EP ranks, but this run needs shape "
+            f"{list(old_placement.home_rank.shape)} for {old_placement.ep_size} EP ranks.",
         )
         home = placement.with_slots(resident_slots=old_placement.resident_slots, spare_slots=old_placement.spare_slots)
         if self.placement is not self._state_placement:  # the way back of an errand failed

@@ -148,7 +148,7 @@ def layout_of_schedule(schedule: Sequence[Sequence[Sequence[int]]], num_sequence
     counts = {len(micro_batches) for micro_batches in schedule}
     require(
         len(counts) == 1,
-        f"every data-parallel rank must run the same number of micro-batches, but they run {sorted(counts)}.",
+        f"every data-parallel rank must run the same number of micro-batches, but the ranks run {sorted(counts)}.",
     )
     places = [
         (sample, micro_batch, dp_rank, order)
@@ -309,8 +309,8 @@ def require_usable_policy(config: BalancerConfig, *, may: Levers = COPIES) -> No
         )
     if not may.move_homes and not policy.keeps_homes:
         raise InvalidInputError(
-            f"policy {config.policy!r} moves experts to other home ranks in every plan. Inside Megatron, use one of "
-            f"{usable_policies}."
+            f"policy {config.policy!r} moves experts to other home ranks in every plan, which does not work "
+            f"inside Megatron. Use one of {usable_policies}."
         )
     require_useful_slots(config)
 

@@ -103,7 +103,7 @@ class SlotTables:
         if len(misplaced):
             micro_batch, layer = divmod(int(cell[misplaced[0]]), num_layers)
             raise InvalidInputError(
-                f"the plan puts a replica of micro-batch {micro_batch}, layer {layer} into the home slot of another "
+                f"in micro-batch {micro_batch}, layer {layer}, the plan puts a replica into the home slot of another "
                 "expert."
             )
         cells, table = np.unique(cell, return_inverse=True)

@@ -49,7 +49,7 @@ def simulate_trace(
         refused = flags_with_values(flags)
         require(
             not refused,
-            f"--expert-map scores the decoding of a rollout engine, so it cannot be combined with {refused}.",
+            f"--expert-map evaluates decoding, not training, so it cannot be combined with {refused}.",
         )
         score_map_file(trace, expert_map, options, json_path)
         return
@@ -102,7 +102,7 @@ def demo(
         refused = flags_with_values(flags | {"--cluster": cluster, "--policy": policy})
         require(
             not refused,
-            f"demo --train cannot be combined with {refused}, because its settings are in examples/countdown.",
+            f"demo --train takes its settings from examples/countdown, so it cannot be combined with {refused}.",
         )
         train_demo(html, command=command_line())
         return
@@ -142,7 +142,7 @@ def plan(
         export_map(trace, export, options, out or Path(f"{trace.stem}.{export}.json"), json_path)
         return
     out = out or Path(f"{trace.stem}.plan.npz")
-    require(json_path is None, "--json requires --export; a plan is written to --out.")
+    require(json_path is None, "--json works only with --export; use --out to write a plan.")
     options = options.of_one_policy()
     if capacity:
         options = options.for_static_buffers()

@@ -118,7 +118,7 @@ class BatchLayout:
         require(
             len(unassigned) == 0,
             f"{len(unassigned)} of {len(micro_batch)} sequences have no recorded micro-batch and DP rank. Set "
-            "--micro-batch-tokens to the tokens per rank and micro-batch (such as 8192), or set "
+            "--micro-batch-tokens to the number of tokens per rank and micro-batch (such as 8192), or set "
             "--ep-group-tokens.",
         )
         return cls._of(micro_batch, dp_rank, np.arange(len(micro_batch)), num_dp_ranks=num_dp_ranks, fixed=True)

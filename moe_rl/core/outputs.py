@@ -43,7 +43,7 @@ def check_outputs(paths: Mapping[str, Path | None], *, inputs: tuple[Path, ...] 
     places = [path.resolve() for path in output_files.values() if not _is_stream(path)]
     require(
         len(set(places)) == len(places),
-        f"the options {', '.join(output_files)} name the same output file: give each its own.",
+        f"the options {', '.join(output_files)} name the same output file: give each option its own file.",
     )
 
 

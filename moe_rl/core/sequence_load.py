@@ -35,17 +35,17 @@ class SequenceLoad:
     def __post_init__(self) -> None:
         require(
             self.counts.ndim == 3,
-            f"counts by sequence must have shape [sequences, layers, experts], got {list(self.counts.shape)}.",
+            f"`counts` must have shape [sequences, layers, experts], got {list(self.counts.shape)}.",
         )
-        require_shapes(self, {"S": len(self.row)}, whose="counts by sequence: ", row="S")
+        require_shapes(self, {"S": len(self.row)}, whose="expert counts by sequence: ", row="S")
         lowest_row, highest_row = int(self.row.min(initial=0)), int(self.row.max(initial=-1))
         require(
             lowest_row >= 0 and highest_row < len(self.counts),
-            f"counts by sequence: the values of `row` must be 0 to {len(self.counts) - 1}, but they range from "
+            f"expert counts by sequence: the values of `row` must be 0 to {len(self.counts) - 1}, but they range from "
             f"{lowest_row} to {highest_row}.",
         )
         negative = self.counts.size > 0 and int(self.counts.min()) < 0
-        require(not negative, "counts by sequence must not be negative.")
+        require(not negative, "the expert counts of a sequence must not be negative.")
 
     @classmethod
     def of_different(cls, counts: NDArray[np.integer]) -> Self:
@@ -121,9 +121,9 @@ def load_of_sequences(parts: Sequence[StepPart]) -> SequenceLoad:
     size = int(rows_before[-1]) * layers * experts * np.dtype(np.int32).itemsize
     require(
         size <= MAX_LOAD_BYTES,
-        f"packing this batch needs {size / 1e9:.1f} GB for counts of {rows_before[-1]:,} different sequences x "
-        f"{layers} layers x {experts:,} experts, but the limit is {MAX_LOAD_BYTES / 1e9:.0f} GB. Set --packing "
-        "none, or use a trace with fewer sequences.",
+        f"packing this batch needs {size / 1e9:.1f} GB for the expert counts of {rows_before[-1]:,} different "
+        f"sequences x {layers} layers x {experts:,} experts, but the limit is {MAX_LOAD_BYTES / 1e9:.0f} GB. Set "
+        "--packing none, or use a trace with fewer sequences.",
     )
     counts = np.empty((int(rows_before[-1]), layers, experts), np.int32)
     rows = list[NDArray[np.int64]]()

@@ -74,7 +74,7 @@ def require_captured_layers(captured: NDArray[np.bool_], moe_layer_ids: Sequence
         layer = moe_layer_ids[int(np.flatnonzero(~captured)[0])]
         raise InvalidInputError(
             f"in MoE layer {layer}, every token is routed to expert 0 only: the rollout engine did not record "
-            "this layer, or it is a dense layer. Record the routes again, or exclude this layer from the MoE layers "
+            "this layer, or the layer is dense. Record the routes again, or exclude the layer from the MoE layers "
             "(--first-k-dense, --moe-layer-ids)."
         )
 
@@ -194,8 +194,8 @@ class RoutingTrace(SequenceColumns):
         shapes = {tuple(np.shape(ids)[1:]) for ids in sequences}
         require(
             len(shapes) == 1 and len(next(iter(shapes))) == 2,
-            "all sequences must have shape [tokens, layers, top-k] with the same layers and top-k, but their shapes "
-            f"without the token axis are {sorted(shapes)}.",
+            "the routes of every sequence must have shape [tokens, layers, top-k] with the same number of layers and "
+            f"the same top-k, but the sizes after the token axis are {sorted(shapes)}.",
         )
         for index, ids in enumerate(sequences):
             require_token_axis_first(np.shape(ids), what=f"the routes of sequence {index}")
@@ -203,7 +203,7 @@ class RoutingTrace(SequenceColumns):
         valid_rows = [np.ones(len(ids), np.bool_) for ids in sequences] if valid is None else list(valid)
         require(
             [np.shape(rows) for rows in valid_rows] == [(len(ids),) for ids in sequences],
-            "valid must have one entry per token of every sequence.",
+            "`valid` must have one entry for each token of each sequence.",
         )
         routes: NDArray[Any] = np.zeros((starts[-1], *shapes.pop()), route_dtype(num_experts))
         # One sequence at a time: ids often come as int64, eight times the bytes that the trace keeps.

@@ -55,7 +55,7 @@ def chosen(config: BalancerConfig, stated: AbstractSet[str], models: Sequence[to
     if parallel_state.get_expert_model_parallel_world_size() <= config.slots.ranks_per_node:
         for name in ("cross_node_slots", "resident_slots"):
             require(
-                not config.value_of(name), f"{name} has no effect, because all ranks of an EP group are in one node."
+                not config.value_of(name), f"{name} has no effect, because all ranks of an EP group are on one node."
             )
         return config
     if "cross_node_slots" not in stated and levers.cross_node:
@@ -125,8 +125,8 @@ class MicroBatchLimit:
         # Said when the limit first falls, not at every update of a run that stays below it.
         if tokens < limit and self.tokens in (None, limit):
             logger.warning(
-                "moe_rl: micro-batches get at most %d tokens per GPU, because with %s's limit of %d tokens the GPUs "
-                "are predicted to run out of memory.",
+                "moe_rl: micro-batches get at most %d tokens per GPU, because %s's limit of %d tokens is predicted to "
+                "exceed the GPU memory.",
                 tokens,
                 self._framework_name,
                 limit,

@@ -47,7 +47,7 @@ def signed(ids: NDArray[Any]) -> NDArray[np.signedinteger]:
 def with_missing_last_rows(routes: Any, num_rows: int) -> NDArray[np.signedinteger]:
     """Return [T, L, K] of `num_rows` rows: engines return no route for the last token, which they never feed."""
     ids = signed(as_array(routes))
-    require(len(ids) <= num_rows, f"there are routes for {len(ids)} tokens, but only {num_rows} tokens.")
+    require(len(ids) <= num_rows, f"there are routes for {len(ids)} tokens, but the batch has only {num_rows}.")
     if len(ids) == num_rows:
         return ids
     rows = np.full((num_rows, *ids.shape[1:]), -1, ids.dtype)

@@ -139,7 +139,8 @@ def settings_from_mapping(block: Mapping[str, Any]) -> Settings:
     floor = run_fields.get("router_shift", 0.0)
     require(
         0.0 <= floor < 1.0,
-        f"router_shift, the lower bound on gamma, must be 0 (off) or between 0 and 1 (exclusive), got {floor}.",
+        f"router_shift, the lower bound on the router-shift ratio gamma, must be 0 (off) or between 0 and 1 "
+        f"(exclusive), got {floor}.",
     )
     run: dict[str, Any] = {
         name: Path(value) if isinstance(value, str) else value for name, value in run_fields.items() if value != ""
@@ -177,7 +178,7 @@ def settings_from_environment(environment: Mapping[str, str] | None = None) -> S
     if variables_of_process.get(SWITCH):
         require(
             "policy" not in block or variables_of_process.get(f"{PREFIX}POLICY") is None,
-            "MOE_RL and MOE_RL_POLICY set the same thing: set only one of them.",
+            "MOE_RL and MOE_RL_POLICY both choose the policy: set only one of them.",
         )
         if variables_of_process[SWITCH] == OBSERVE:
             block["observe"] = True
@@ -207,7 +208,7 @@ def _value(text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InvalidInputError(f"{text!r} cannot be parsed as a value: {error}.") from error
+        raise InvalidInputError(f"{text!r} is not valid YAML: {error}.") from error
 
 
 def _flag(text: str) -> bool:

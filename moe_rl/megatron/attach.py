@@ -70,8 +70,8 @@ def attach(
     agreed(
         lambda: require(
             len(set(shared_digests)) == 1,
-            "an adapter that all experts share must be equal on all ranks of an EP group, but its weights differ "
-            "between ranks.",
+            "an adapter that all experts share must have the same weights on all ranks of an EP group, but the "
+            "weights differ.",
         )
     )
     owners, layers = zip(*chunks_and_layers, strict=True)
@@ -238,14 +238,14 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
     captured_scopes = {str(getattr(scope, "name", scope)) for scope in scopes}
     require(
         layer.config.cuda_graph_impl == "none" or captured_scopes <= CAPTURED,
-        f"cuda_graph_scope captures {', '.join(sorted(captured_scopes - CAPTURED))}, but a plan changes what an MoE "
-        f"layer does from one micro-batch to the next. Capture only {' or '.join(sorted(CAPTURED))}.",
+        f"cuda_graph_scope captures {', '.join(sorted(captured_scopes - CAPTURED))}, but with a plan, the "
+        f"work of an MoE layer differs between micro-batches. Capture only {' or '.join(sorted(CAPTURED))}.",
     )
     require(
         layer.config.cuda_graph_impl == "none"
         or "moe_router" not in captured_scopes
         or layer.router.router_replay is None,
-        "cuda_graph_scope captures moe_router, so the graph would replay the captured routes. Remove "
+        "cuda_graph_scope captures moe_router, so all micro-batches would use the routes of the captured one. Remove "
         "moe_router from the scope, or turn moe_enable_routing_replay off.",
     )
     require(
@@ -257,7 +257,7 @@ def _check_layer(layer: MoELayer, config: BalancerConfig) -> None:
     require(
         not (config.kernels.placement_bitwise and layer.config.moe_permute_fusion),
         "placement_bitwise does not work with moe_permute_fusion, because TransformerEngine's fused permutation "
-        "creates its own row map.",
+        "chooses the order of the rows itself.",
     )
     require(
         not config.kernels.placement_bitwise or dispatcher is MoEAlltoAllTokenDispatcher,

@@ -128,8 +128,8 @@ class ResidentCopies:
         require(
             not owing,
             f"gradients of {owing} layers are lost: replicas that stay for the whole step return their gradients in "
-            "the last micro-batch of a pass, but the pass ended before it. Pass the actual number of micro-batches "
-            "to begin_pass().",
+            "the last micro-batch of a pass, but this pass ended before its last micro-batch. Give begin_pass() "
+            "the actual number of micro-batches.",
         )
         self._pushed = self._checksums()
 

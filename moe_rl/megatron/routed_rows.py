@@ -36,7 +36,7 @@ class RowSlice:
     def __post_init__(self) -> None:
         for name in ("tp", "cp"):
             size, rank = getattr(self, f"{name}_size"), getattr(self, f"{name}_rank")
-            require(0 <= rank < size, f"{name}_rank must be 0 to {name}_size - 1 = {size - 1}, got {rank}.")
+            require(0 <= rank < size, f"{name}_rank must be 0 to {size - 1} ({name}_size - 1), got {rank}.")
 
     @classmethod
     def current(cls) -> Self:
@@ -126,8 +126,8 @@ def held_positions(boundaries: Ints, row_slice: RowSlice, *, side_by_side: bool)
     batch = len(pieces) if side_by_side else 1
     require(
         len(positions) % (row_slice.tp_size * batch) == 0,
-        f"with sequence parallelism, the number of positions must be a multiple of {row_slice.tp_size}, got "
-        f"{len(positions) // max(1, batch)}: pad the tokens.",
+        f"with sequence parallelism, the number of tokens must be a multiple of {row_slice.tp_size}, got "
+        f"{len(positions) // max(1, batch)}: pad the sequences.",
     )
     own_part: Ints = positions.reshape(row_slice.tp_size, -1)[row_slice.tp_rank]
     return own_part
@@ -152,8 +152,8 @@ def replayed_rows(layers: Sequence[Any], *, layer_ids: Sequence[int], num_layers
     counts = {len(routes_of_list) for routes_of_list in lists}
     require(
         len(counts) == 1 and counts != {0},
-        "the replay targets of every layer must be set once per micro-batch, but the routers have targets for "
-        f"{' or '.join(map(str, sorted(counts)))} micro-batches.",
+        "set the replay targets of every layer once per micro-batch. The number of targets per router is now "
+        f"{' or '.join(map(str, sorted(counts)))}.",
     )
     routes = []
     for of_layers in zip(*lists, strict=True):

@@ -82,8 +82,7 @@ def load_of_plan(problem: PlanProblem, layout: BatchLayout) -> StepLoad:
         return problem.load_of_layout(layout)
     require(
         problem.sequence_load is not None and problem.sequence_tokens is not None,
-        "the plan cannot change the batch layout of the problem, because the expert loads of individual sequences "
-        "are not known.",
+        "the plan cannot change the batch layout, because the expert loads of individual sequences are not known.",
     )
     assert problem.sequence_load is not None
     assert problem.sequence_tokens is not None

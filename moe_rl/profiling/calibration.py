@@ -230,8 +230,8 @@ class _Fit:
         far = np.array(names)[np.abs(fit.component.logs) > np.log(LARGEST_FACTOR)]
         require(
             len(far) == 0,
-            f"the fit changes {', '.join(far)} by more than a factor of {LARGEST_FACTOR:.0f} from the starting "
-            "value: check the units of the measurements.",
+            f"the fit changes {', '.join(far)} by more than a factor of {LARGEST_FACTOR:.0f}: check the units of the "
+            "measurements.",
         )
         return fit
 

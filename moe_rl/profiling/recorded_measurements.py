@@ -51,7 +51,8 @@ def derive_measurements(
     """
     require(
         shape.model.activation != "gelu",
-        f"model {shape.model.name!r}: only gated experts can be measured, not {shape.model.activation}.",
+        f"model {shape.model.name!r}: only gated experts can be measured, not experts with activation "
+        f"{shape.model.activation}.",
     )
     remarks = [NO_HOST_TIME]
     if len(per_rank) < shape.ep_size:

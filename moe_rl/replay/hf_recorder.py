@@ -367,14 +367,14 @@ def _cached_tokens(arguments: dict[str, Any], num_tokens: int) -> int:
     mask_tokens = mask.shape[1] if isinstance(mask, torch.Tensor) and mask.ndim == 2 else num_tokens
     require(
         mask_tokens <= num_tokens,
-        f"the model was called with {num_tokens} tokens and an attention_mask for {mask_tokens}, but no argument is "
-        "a key-value cache that the recorder recognizes (one with the method get_seq_length).",
+        f"the attention_mask has {mask_tokens} tokens per sequence, but the model was called with {num_tokens} and "
+        "without a key-value cache that the recorder recognizes (an argument with the method get_seq_length).",
     )
     require(
         num_tokens != 1 or arguments.get("use_cache") is False,
-        "the model was called with one token per sequence, and no argument is a key-value cache that the recorder "
-        "recognizes (one with the method get_seq_length). If you are decoding, pass the cache. If each sequence "
-        "has only one token, set use_cache=False.",
+        "the model was called with one token per sequence and without a key-value cache that the recorder "
+        "recognizes (an argument with the method get_seq_length). If you are decoding, pass the cache. If each "
+        "sequence has only one token, set use_cache=False.",
     )
     return 0
 
@@ -387,8 +387,8 @@ def _real_tokens(mask: Any, shape: torch.Size) -> torch.Tensor:
     got = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
     require(
         fits,
-        f"the recorder needs an attention_mask of shape [batch, tokens], got {got}. Static caches use other masks: "
-        "generate with the default dynamic cache.",
+        f"the recorder needs an attention_mask of shape [batch, tokens], got {got}. With a static cache, the "
+        "mask has another shape: generate with the default dynamic cache.",
     )
     # A mask that covers the cache too ends with the new tokens.
     real: torch.Tensor = mask[:, -shape[1] :] != 0

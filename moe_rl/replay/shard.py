@@ -119,7 +119,7 @@ def _check_ids(trace: RoutingTrace) -> None:
     """Raise for an id that the dtype can hold but the model does not have: a write by other hands."""
     # A byte of 2 is neither True nor False to numpy: `~` and sums would go wrong silently.
     flags: NDArray[np.uint8] = trace.valid.view(np.uint8)
-    require(not flags.size or int(flags.max()) <= 1, "the array valid contains values other than true and false.")
+    require(not flags.size or int(flags.max()) <= 1, "the array `valid` contains values other than true and false.")
     if trace.num_experts == int(np.iinfo(trace.routed_experts.dtype).max) + 1:
         return
     for start, ids in trace.chunks():

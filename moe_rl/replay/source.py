@@ -57,8 +57,8 @@ def _recognize(path: Path, stated_format: str | None) -> str:
         head = json_head(path) if path.is_file() else ""
         require(
             not ('"choices"' in head or '"meta_info"' in head) or "routed_experts" in head,
-            f"{path} contains generated answers without routes. Start vLLM or SGLang with "
-            "--enable-return-routed-experts to record them.",
+            f"{path} contains generated answers without routes. To record routes, start vLLM or "
+            "SGLang with --enable-return-routed-experts.",
         )
         names = ", ".join((*IMPORTERS.names, NATIVE_FORMAT))
         hint = f" {SAVE_ARRAYS}" if path.suffix.lower() in SAVED_OTHERWISE else ""

@@ -170,8 +170,9 @@ def convert_trace(
     path = Path(path)
     require(
         "num_experts" not in source.inferred_fields,
-        f"{source.path} does not give the model's number of experts, and moe_rl does not write a guess "
-        f"({source.num_experts}) into a copy. Set --num-experts, or set --model to a name that `moe-rl models` lists.",
+        f"{source.path} does not give the model's number of experts, and moe_rl does not write its "
+        f"guess ({source.num_experts}) into the copy. Set --num-experts, or set --model to a name that "
+        "`moe-rl models` lists.",
     )
     require(
         counts_only or not source.counts_only,
@@ -233,7 +234,7 @@ def write_trace(parts: Iterable[Trace], path: Path | str, *, overwrite: bool = F
     interruptions leave `path` as it was.
     """
     path = Path(path)
-    require(path.name not in ("", ".."), f"{path} cannot be used for a trace: choose a new directory.")
+    require(path.name not in ("", ".."), f"{path} cannot be the directory of a trace: choose a new directory.")
     # Nothing is created before the first append.
     TraceWriter(path, **shape, overwrite=overwrite)  # refuses a path that is taken
     # Beside the target, hence on its file system: a rename there cannot stop half-way.

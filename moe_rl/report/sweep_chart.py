@@ -64,8 +64,8 @@ def _renderer(kind: str) -> Callable[[bytes], bytes]:
         import cairosvg
     except (ImportError, OSError) as error:  # OSError: the package is there, the system library cairo is not
         raise InvalidInputError(
-            f"a .{kind} needs CairoSVG ({install_line('plot')}) and the system library cairo; a .svg needs neither. "
-            f"The import failed: {error}."
+            f"a .{kind} file needs CairoSVG ({install_line('plot')}) and the system library cairo; a .svg file does "
+            f"not. The import failed: {error}."
         ) from error
     if kind == "png":
         convert = cairosvg.svg2png

@@ -45,11 +45,11 @@ def _checked(rows: dict[int, list[int]], shape: RunShape) -> ExpertMap:
     require(len(widths) == 1, f"all rows must have the same number of slots, but they have {sorted(widths)}.")
     # `true` is an int to Python, and 3.0 is what a careless script writes.
     is_integral = all(type(expert) is int for row in rows.values() for expert in row)
-    require(is_integral, "the rows must contain only whole numbers.")
+    require(is_integral, "the rows of the expert map must contain only whole numbers.")
     slots = np.array([rows[layer] for layer in shape.moe_layer_ids], np.int64)
     require(
         not slots.size or (int(slots.min()) >= 0 and int(slots.max()) < shape.num_experts),
-        f"expert ids must be 0 .. {shape.num_experts - 1}, but the file has ids {slots.min()} .. {slots.max()}.",
+        f"expert ids must be 0 to {shape.num_experts - 1}, but the file has ids {slots.min()} to {slots.max()}.",
     )
     read = ExpertMap(
         slots=slots.astype(np.int32),

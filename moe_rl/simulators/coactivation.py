@@ -53,7 +53,7 @@ def like(model: SequenceModel, trace: RoutingTrace) -> SequenceModel:
     require(
         wanted_coactivation <= reached(high),
         f"some experts of the trace are chosen together more often than {model.num_topics} topics can produce "
-        f"(mean-square contingency {wanted_coactivation:.2f}). Set num_topics to a lower number.",
+        f"(the trace has mean-square contingency {wanted_coactivation:.2f}). Set num_topics to a lower number.",
     )
     # Eight halvings of 0 .. 8 leave 0.03, finer than draws of one sigma are alike.
     for _ in range(HALVINGS):

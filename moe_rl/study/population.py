@@ -24,8 +24,8 @@ def check_population(memory: MemoryOptions) -> None:
     """Raise for a setting whose published runs the model does not meet at all."""
     require(
         not (memory.use_megatron_fsdp and memory.optimizer_offload_fraction > 0),
-        "the time of --use-megatron-fsdp with --optimizer-offload-fraction cannot be predicted. The only published run "
-        "with both took seven times as long as predicted (235B on 64 H100, marin-community/marin#8653).",
+        "no step time can be predicted for --use-megatron-fsdp with --optimizer-offload-fraction: the only published "
+        "run with both options took seven times as long as predicted (235B on 64 H100, marin-community/marin#8653).",
     )
 
 

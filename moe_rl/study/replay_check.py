@@ -73,7 +73,7 @@ def check_recorded(
     if reference is not None and (Path(reference) / "config.json").is_file():
         require(
             tokens is not None,
-            f"the reference {reference} is a model, so the tokens of the sequences are needed, too (--tokens).",
+            f"the reference {reference} is a model, so moe_rl also needs the token ids of the sequences (--tokens).",
         )
         references, num_experts = _model_choices(Path(reference), Path(str(tokens)))
     elif reference is not None:

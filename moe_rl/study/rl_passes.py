@@ -194,8 +194,8 @@ def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> T
     scenario = open_scenario(trace, options.with_words(known_step=[], known_step_config=[]), progress)
     require(
         scenario.options.sequences.batch != SCALED,
-        f"an RL step cannot use --batch {SCALED} (implied by --tokens-per-rank with --ep-group-tokens): this batch "
-        "scales expert loads, but an RL step needs the samples of the trace.",
+        f"an RL step cannot use --batch {SCALED} (implied by --tokens-per-rank with --ep-group-tokens), which "
+        "scales expert loads: an RL step needs the samples of the trace.",
     )
     plans = make_plans(scenario, beside_static(options.planning.policy), progress)
     progress("simulating", 0, 1)

@@ -66,7 +66,7 @@ class TrainerLayout:
         )
         require(
             self.ranks.ndim == 4,
-            "ranks must have shape [pipeline stages, expert-DP size, EP size, expert-TP size], got "
+            "`ranks` must have shape [pipeline stages, expert-DP size, EP size, expert-TP size], got "
             f"{list(self.ranks.shape)}.",
         )
         num_layers, stages = len(self.home_rank), self.ranks.shape[0]
@@ -77,12 +77,12 @@ class TrainerLayout:
         )
         require(
             bool(((self.home_rank >= 0) & (self.home_rank < self.ep_size)).all()),
-            f"home_rank must contain only 0 .. {self.ep_size - 1}, the trainer's expert-parallel ranks, got "
-            f"{self.home_rank.min(initial=0)} .. {self.home_rank.max(initial=0)}.",
+            f"home_rank must contain EP ranks of the trainer (0 to {self.ep_size - 1}), but its values range from "
+            f"{self.home_rank.min(initial=0)} to {self.home_rank.max(initial=0)}.",
         )
         require(
             sorted(self.ranks.ravel().tolist()) == list(range(self.ranks.size)),
-            f"ranks must contain each trainer rank 0 .. {self.ranks.size - 1} exactly once.",
+            f"`ranks` must contain each trainer rank (0 to {self.ranks.size - 1}) exactly once.",
         )
 
     @classmethod
@@ -219,7 +219,10 @@ class SyncProblem:
             )
             counts = np.zeros((num_layers, num_experts), np.int64)
             is_expert = (engine.slots >= 0) & (engine.slots < num_experts)
-            require(bool(is_expert.all()), f"engine {number} has a slot with an expert outside 0 .. {num_experts - 1}.")
+            require(
+                bool(is_expert.all()),
+                f"engine {number} has a slot whose expert id is not in the range 0 to {num_experts - 1}.",
+            )
             np.add.at(counts, (np.arange(num_layers)[:, None], engine.slots), 1)
             for layer, expert in np.argwhere(counts == 0):
                 raise InvalidInputError(f"engine {number}, MoE layer {layer}: no slot holds expert {expert}.")

@@ -72,7 +72,7 @@ def test_the_plan_is_of_the_cells_that_the_schedule_names(rng: np.random.Generat
 @pytest.mark.parametrize(
     ("schedule", "sentence"),
     [
-        ([[[0, 1, 2, 3, 4, 5, 6]], [[], []]], "the same number of micro-batches, but they run [1, 2]"),
+        ([[[0, 1, 2, 3, 4, 5, 6]], [[], []]], "the same number of micro-batches, but the ranks run [1, 2]"),
         ([[[0, 1, 2, 3, 4, 5]], [[5]]], "each of the 7 samples once"),
         ([[[0, 1, 2, 3, 4, 5]], [[]]], "each of the 7 samples once"),
         ([[[0, 1, 2, 3, 4, 5, 6]]], "1 data-parallel ranks, but the topology has 2"),

@@ -73,7 +73,7 @@ def test_wrong_rows_and_counts_are_refused() -> None:
     for row in ([0, 2], [-1, 0]):
         with pytest.raises(InvalidInputError, match=r"the values of `row` must be 0 to 1, but they range"):
             SequenceLoad(counts=counts, row=np.array(row, np.int32))
-    with pytest.raises(InvalidInputError, match="counts by sequence must not be negative"):
+    with pytest.raises(InvalidInputError, match="expert counts of a sequence must not be negative"):
         SequenceLoad.of_different(counts - 1)
     with pytest.raises(InvalidInputError, match=r"must have shape \[sequences, layers, experts\]"):
         SequenceLoad.of_different(counts[0])

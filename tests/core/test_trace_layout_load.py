@@ -87,7 +87,7 @@ def test_ids_of_rows_without_a_route_may_be_anything(rng: np.random.Generator) -
     valid = np.array([True, True, True, False])
     trace = RoutingTrace.from_sequences([ids], num_experts=EXPERTS, valid=[valid])
     assert not trace.routed_experts[3].any()
-    with pytest.raises(InvalidInputError, match="one entry per token"):
+    with pytest.raises(InvalidInputError, match="one entry for each token"):
         RoutingTrace.from_sequences([ids], num_experts=EXPERTS, valid=[valid[:3]])
 
 

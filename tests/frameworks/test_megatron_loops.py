@@ -55,7 +55,7 @@ def test_micro_batches_that_are_looked_at_again_are_never_held_together() -> Non
     assert run(data_iterator=data, num_microbatches=6) is data
     assert max(alive) <= 2
     assert len(balancer.begin_pass.call_args.args[0].routes) == 6
-    with pytest.raises(InvalidInputError, match="`again` returned 6 micro-batches, but the call needs 7"):
+    with pytest.raises(InvalidInputError, match="`again` returned 6 micro-batches, but num_microbatches is 7"):
         run(data_iterator=data, num_microbatches=7)
 
 
@@ -90,7 +90,7 @@ def test_routes_are_found_where_nemo_rl_and_skyrl_put_them(outcome: list[Any]) -
         refused = rank.pop("refused")
         assert all(rank.values()), rank
         assert "a data_iterator of type dict" in refused[0]
-        assert "has 1 micro-batches, but the call needs 2" in refused[1]
+        assert "has 1 micro-batches, but num_microbatches is 2" in refused[1]
         for message in refused[2:]:
             assert "from another model: they have 2 layers and top-1" in message
         assert len(refused) == 4
@@ -177,7 +177,7 @@ def test_megatrons_schedules_take_what_the_wrapper_gives(outcome: list[Any]) -> 
 def test_slots_for_other_nodes_are_an_error_where_there_is_one_node(outcome: list[Any]) -> None:
     for said in outcome:
         for name in ("resident_slots", "cross_node_slots"):
-            assert f"{name} has no effect, because all ranks of an EP group are in one node" in said[name]
+            assert f"{name} has no effect, because all ranks of an EP group are on one node" in said[name]
 
 
 @loop_case("levers_that_cannot_act")

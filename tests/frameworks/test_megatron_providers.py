@@ -156,7 +156,7 @@ def test_what_was_looked_at_comes_again_before_the_rest_for_every_chunk() -> Non
     assert [chunk.offset for chunk in data] == [0, 10]
     coming, one = looked_ahead(Data(5), 4)
     assert (coming, list(one)) == ([5, 6, 7, 8], [5, 6, 7, 8])
-    with pytest.raises(InvalidInputError, match="has 4 micro-batches, but the call needs 5"):
+    with pytest.raises(InvalidInputError, match="has 4 micro-batches, but num_microbatches is 5"):
         looked_ahead(Data(5), 5)
     with pytest.raises(InvalidInputError, match="a data_iterator of type dict"):
         looked_ahead({}, 1)

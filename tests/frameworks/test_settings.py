@@ -144,7 +144,7 @@ def test_nothing_set_is_off() -> None:
         ({"MOE_RL": "ultraep", "MOE_RL_PARAMETERS": "{"}, "MOE_RL_PARAMETERS"),
         ({"MOE_RL": "ultraep", "MOE_RL_STRICT": "yes please"}, "MOE_RL_STRICT: must be 0 or 1, got 'yes please'"),
         ({"MOE_RL": "ultraep", "MOE_RL_RECORD": "3"}, "record must be a word"),
-        ({"MOE_RL": "ultraep", "MOE_RL_POLICY": "static"}, "MOE_RL and MOE_RL_POLICY set the same"),
+        ({"MOE_RL": "ultraep", "MOE_RL_POLICY": "static"}, "MOE_RL and MOE_RL_POLICY both choose the policy"),
         ({"MOE_RL_ROUTER_SHIFT": "1.5"}, "must be 0 (off) or between 0 and 1 (exclusive), got 1.5"),
         ({"MOE_RL_CONFIG": "/nowhere.yaml"}, "MOE_RL_CONFIG: there is no file /nowhere.yaml"),
     ],

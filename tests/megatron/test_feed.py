@@ -32,7 +32,7 @@ def test_log_prob_and_mini_batch_passes_each_follow_their_own_plan(outcome: list
 @feed_case(4, "replayed")
 def test_the_targets_of_a_log_prob_pass_plan_the_update(outcome: list[Any]) -> None:
     for rank in outcome:
-        assert "targets for 0 micro-batches" in rank["empty"]
+        assert "targets per router is now 0" in rank["empty"]
         assert rank["equal"]
         assert rank["metrics"]["moe_rl/misplaced_share"] == 0
         assert rank["metrics"]["moe_rl/replicas"] > 0

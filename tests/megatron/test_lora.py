@@ -60,7 +60,7 @@ def test_one_adapter_of_all_experts_trains_as_without_replicas(case: str, outcom
 @pytest.mark.multi_rank(world_size=2, case="lora_standin_cases.refused", launch="standins")
 def test_adapters_that_differ_between_ranks_or_experts_are_refused(outcome: list[Any]) -> None:
     for said in outcome:
-        assert "an adapter that all experts share must be equal on all ranks" in said["of ranks"]
+        assert "an adapter that all experts share must have the same weights on all ranks" in said["of ranks"]
         assert (
             "linear_fc2 of TEGroupedMLP is a SharedLowRank: moe_rl supports only LoRA with one adapter shared by all"
             in (said["of experts"])
@@ -76,5 +76,5 @@ def test_lost_gradients_of_adapters_are_visible_to_the_comparison(outcome: list[
 @pytest.mark.multi_rank(world_size=2, case="lora_cases.refused")
 def test_what_cannot_be_balanced_is_named(outcome: list[Any]) -> None:
     for said in outcome:
-        assert "but here they have adapters (LoRA) or are partly frozen" in said["grouped"]
+        assert "they have adapters (LoRA), or only some of their weights are frozen" in said["grouped"]
         assert "are trained now: call detach()" in said["thawed"]

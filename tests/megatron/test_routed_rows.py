@@ -108,7 +108,7 @@ def test_replayed_layers_stand_where_the_model_has_them() -> None:
         ),
         (lambda: packed_rows([np.zeros((3, 1, 1), int)], cu_seqlens_padded=[0, 2], row_slice=RowSlice()), "3 tokens"),
         (lambda: packed_rows([], cu_seqlens_padded=[0], row_slice=RowSlice()), "has no sequences"),
-        (lambda: RowSlice(tp_size=2, tp_rank=2), "tp_rank must be 0 to tp_size - 1 = 1"),
+        (lambda: RowSlice(tp_size=2, tp_rank=2), "tp_rank must be 0 to 1 (tp_size - 1)"),
     ],
 )
 def test_what_does_not_fit_is_refused(call: object, sentence: str) -> None:

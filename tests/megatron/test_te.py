@@ -170,7 +170,7 @@ def test_what_does_not_work_is_refused_in_attach(outcome: list[Any]) -> None:
         "graphs": "cuda_graph_impl transformer_engine is experimental",
         "local_graphs": "cuda_graph_impl local is not supported",
         "try_whole_layers": "cuda_graph_scope captures the whole layer",
-        "try_router": "cuda_graph_scope captures moe_router, so the graph would replay the captured routes",
+        "try_router": "cuda_graph_scope captures moe_router, so all micro-batches would use the routes",
         "try_preprocess": "cuda_graph_scope captures moe_preprocess",
         "grouped": "fp8 does not work with experts='grouped'",
     }

@@ -100,7 +100,7 @@ def test_history_is_planned_on_and_never_guessed() -> None:
     oracle_of_history = make_planner("eplb-oracle").plan(problem_of(history, topology))
     slots = oracle_of_history.placement.physical_to_logical_map
     assert (by_history.placement.physical_to_logical_map == slots).all()
-    with pytest.raises(InvalidInputError, match="loads of an earlier step, but there are none"):
+    with pytest.raises(InvalidInputError, match="loads of an earlier step: pass them as the history"):
         make_planner("eplb").plan(problem_of(load, topology, history=None))
 
 

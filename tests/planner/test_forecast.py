@@ -64,7 +64,7 @@ def test_without_history_it_is_refused() -> None:
         topology=topology,
         cost=layer_cost_params(model, topology),
     )
-    with pytest.raises(InvalidInputError, match="Give a history"):
+    with pytest.raises(InvalidInputError, match="pass them as the history"):
         make_planner("moe-rl-forecast").plan(problem)
 
 

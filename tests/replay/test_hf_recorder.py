@@ -344,9 +344,9 @@ def test_a_decoded_token_without_a_cache_that_says_its_length_is_refused(rng: np
     model = Model()
     with record_routing(model) as recorder:
         model(tokens_of(rng, 2, 5), memory=OpaqueCache())
-        with pytest.raises(InvalidInputError, match="called with one token per sequence, and no argument"):
+        with pytest.raises(InvalidInputError, match="called with one token per sequence and without a key-value cache"):
             model(tokens_of(rng, 2, 1), memory=OpaqueCache())
-        with pytest.raises(InvalidInputError, match="called with 2 tokens and an attention_mask for 7"):
+        with pytest.raises(InvalidInputError, match="has 7 tokens per sequence, but the model was called with 2"):
             model(tokens_of(rng, 2, 2), attention_mask=torch.ones(2, 7), memory=OpaqueCache())
         model(tokens_of(rng, 3, 1), use_cache=False)
     assert recorder.batch_sizes == [2, 3]

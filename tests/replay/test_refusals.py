@@ -93,7 +93,7 @@ def test_arrays_that_are_numbered_by_layer_are_the_layers_of_one_sequence(
         assert (source.num_sequences, source.moe_layer_ids) == (1, tuple(range(1, 13)))
         np.testing.assert_array_equal(source.load().routed_experts, ids)
     first, last = key.format(1), key.format(12)
-    assert f"its 12 arrays, {first} to {last}, as the layers of one sequence of 50 tokens" in caplog.text
+    assert f"the 12 arrays ({first} to {last}) as the layers of a single sequence of 50 tokens" in caplog.text
 
 
 def test_keys_that_do_not_number_layers_once_name_sequences(tmp_path: Path) -> None:
@@ -105,9 +105,7 @@ def test_keys_that_do_not_number_layers_once_name_sequences(tmp_path: Path) -> N
         assert (source.num_sequences, len(source.moe_layer_ids)) == (2, 1)
     for other in (ids[:, 1:], ids[:49, 1]):
         np.savez(tmp_path / "unequal.npz", layer_0=ids[:, 0], layer_1=other)
-        with pytest.raises(
-            InvalidInputError, match=r"names its arrays by layer number, so all must .* 'layer_1' has \["
-        ):
+        with pytest.raises(InvalidInputError, match=r"are named by layer number, so they must .* 'layer_1' has \["):
             open_source(tmp_path / "unequal.npz")
 
 
@@ -167,7 +165,7 @@ def test_router_logits_become_routes_with_a_warning(tmp_path: Path, caplog: pyte
     assert (chosen.min(axis=2) == np.sort(logits, axis=2)[..., -2]).all()
     logits[0, 0, 0] = np.nan
     np.savez(tmp_path / "nan.npz", a=logits)
-    with pytest.raises(InvalidInputError, match="All values must be finite"):
+    with pytest.raises(InvalidInputError, match="All logits must be finite"):
         open_source(tmp_path / "nan.npz", options=ImportOptions(num_experts=16, top_k=2))
 
 
@@ -234,7 +232,7 @@ def test_impossible_options_are_refused(options: dict[str, Any], message: str) -
         ({"first_k_dense": 3}, "layers of .* are dense"),
         ({"num_experts": 16}, "expert ids must be 0 to 15"),
         ({"num_experts": 70_000}, "num_experts must be 1 to 65536"),
-        ({"prompt_lengths": (1,)}, r"more sequences than prompt lengths \(1\)"),
+        ({"prompt_lengths": (1,)}, r"more sequences than there are prompt lengths \(1\)"),
     ],
 )
 def test_options_that_contradict_the_file_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:

@@ -56,7 +56,7 @@ GOOD = [[0, 1, 2, 3, 0, 1], ROW, ROW, ROW, ROW, ROW]
             {"physical_to_logical_map": [*GOOD[:4], [0, 1, 2, 2, 1, 0], ROW]},
             "no slot for expert 3 in layer 4",
         ),
-        ("m.json", {"physical_to_logical_map": [*GOOD[:4], [0, 1, 2, 4, 3, 0], ROW]}, "expert ids must be 0 .. 3"),
+        ("m.json", {"physical_to_logical_map": [*GOOD[:4], [0, 1, 2, 4, 3, 0], ROW]}, "expert ids must be 0 to 3"),
         ("m.json", {"physical_to_logical_map": [*GOOD[:4], [0, 1, 2, 2.5, 3, 0], ROW]}, "whole numbers"),
         ("m.json", {"logical_count": [[1, 2]]}, "does not match the format of any known engine"),
         ("m.json", [1, 2], "not contain a JSON object"),

@@ -200,7 +200,7 @@ def test_a_known_peak_moves_the_forecast_peak_part_of_the_way(tmp_path: Path, tr
 def test_what_published_runs_contradict_is_refused_or_named(tmp_path: Path, trace: Path) -> None:
     ran = moe_rl("simulate", trace, *SMALL, "--use-megatron-fsdp", "--optimizer-offload-fraction", 1)
     assert ran.code == 2
-    assert "--use-megatron-fsdp with --optimizer-offload-fraction cannot be predicted" in ran.err
+    assert "no step time can be predicted for --use-megatron-fsdp with --optimizer-offload-fraction" in ran.err
     alone = simulated(tmp_path, trace, "--ep", 1, "--ep-group-tokens", 200, "--num-experts", 8, "--policy", "static")
     assert any("without expert parallelism" in note for note in alone["notes"])
     elsewhere = simulated(tmp_path, trace, *SMALL, "--cluster", "b300")

@@ -130,7 +130,7 @@ def test_all_experts_on_one_trainer() -> None:
     ({"engines": ()}, "at least one engine"),
     ({"expert_bytes": 0}, "cannot be cut into 1 equal parts"),
     ({"engines": (EngineLayout(slots=np.array([[0, 0]], np.int32), ep_size=2),)}, "no slot holds expert 1"),
-    ({"engines": (EngineLayout(slots=np.array([[0, 2]], np.int32), ep_size=2),)}, "outside 0 .. 1"),
+    ({"engines": (EngineLayout(slots=np.array([[0, 2]], np.int32), ep_size=2),)}, "not in the range 0 to 1"),
     ({"engines": (EngineLayout(slots=np.array([[0, 1]] * 2, np.int32), ep_size=2),)}, "engine 0 has 2 MoE layers"),
 ])  # fmt: skip
 def test_layouts_that_do_not_fit_are_refused_by_name(change: dict[str, object], sentence: str) -> None:

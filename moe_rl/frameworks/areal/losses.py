@@ -68,8 +68,8 @@ def objective_of(
     for name, value in settings.items():
         require(
             value is None or value is False or _DEFAULTS.get(name) == value,
-            f"{name}={value!r} has no effect on this loss. Choose an objective and its options instead (gspo, sapo, "
-            "decoupled_ppo with behavior_filter, m2po_mask).",
+            f"{name}={value!r} has no effect on this loss. Instead, use objective gspo or sapo, objective "
+            "decoupled_ppo with its behavior_filter, or m2po_mask.",
         )
     high = eps_clip if eps_clip_higher is None else eps_clip_higher
     exact = ("ppo", "grpo", "decoupled_ppo")

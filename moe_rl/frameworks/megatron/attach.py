@@ -100,7 +100,7 @@ def _read_one_by_one(
         routed += part or ()
         if tokens is not None:
             sequences += tokens([micro_batch]) or ()
-    require(num_read == count, f"`again` returned {num_read} micro-batches, but the call needs {count}.")
+    require(num_read == count, f"`again` returned {num_read} micro-batches, but num_microbatches is {count}.")
     return routed if all_routed else None, None if tokens is None else sequences
 
 
@@ -202,7 +202,9 @@ def looked_ahead(data: Any, count: int) -> tuple[list[Any], Any]:
             "micro-batches, or a list of iterators, one per model chunk."
         )
     coming = list(islice(data, count))
-    require(len(coming) == count, f"the data iterator has {len(coming)} micro-batches, but the call needs {count}.")
+    require(
+        len(coming) == count, f"the data iterator has {len(coming)} micro-batches, but num_microbatches is {count}."
+    )
     return coming, _Replayed(coming, data)
 
 

@@ -59,7 +59,8 @@ def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
     stages = options.pipeline_size
     require(
         len(files) % stages == 0,
-        f"{path} has files of {len(files)} ranks, which is not a multiple of the number of pipeline stages ({stages}).",
+        f"{path} has files of {len(files)} ranks, but the number of ranks must be a multiple of the number of pipeline "
+        f"stages ({stages}).",
     )
     per_stage = len(files) // stages
     readers = [_steps(file) for file in files]
@@ -85,7 +86,9 @@ def _steps(file: Path) -> Iterator[tuple[int, Tables]]:
     """Yield (step, tables) of one rank; one step in memory at a time."""
     last_step = -1
     for step, group in groupby(_decoder_records(file), key=lambda record: integer(record["step"], "step")):
-        require(step > last_step, f"{file} has step {step} after step {last_step}, but steps must ascend.")
+        require(
+            step > last_step, f"{file} has step {step} after step {last_step}, but steps must be in ascending order."
+        )
         last_step = step
         tables: Tables = defaultdict(list)
         for record in group:

@@ -96,7 +96,7 @@ class _Packer:
         if self._packing is None and self._why_not is None:
             try:
                 self._packing = packing_of(args, parallel, self.settings)
-                logger.info("moe_rl: %s packs the samples of an update across all ranks by length.", self.framework)
+                logger.info("moe_rl: %s packs the samples of an update by length, across all ranks.", self.framework)
             except InvalidInputError as error:
                 if self.settings.strict:
                     raise

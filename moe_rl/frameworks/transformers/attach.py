@@ -39,7 +39,7 @@ from moe_rl.replay.hf_recorder import find_routers, record_routing
 try:
     from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
 except ImportError as error:
-    raise InvalidInputError(f"expert parallelism of transformers cannot be imported: {error}.") from error
+    raise InvalidInputError(f"the expert parallelism of transformers cannot be imported: {error}.") from error
 
 NAME = "moe_rl"
 # Experts module -> what runs it.
@@ -124,8 +124,8 @@ def attach(model: torch.nn.Module, config: BalancerConfig, *, replay: bool = Tru
     )
     require(
         head.tp_mesh.size() == 1,
-        f"tp_size {head.tp_mesh.size()} is not supported: ranks of a tensor-parallel group share a batch, but every "
-        "rank must have its own.",
+        f"tp_size {head.tp_mesh.size()} is not supported: ranks of a tensor-parallel group share a batch, but moe_rl "
+        "needs a separate batch on every rank.",
     )
     attached = any(implementation.layer is not None for implementation in implementations)
     require(not attached, "this model already has a balancer: call its detach() first.")

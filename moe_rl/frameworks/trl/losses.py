@@ -246,5 +246,5 @@ def _divided(trainer: Any, loss: Tensor, mask: Tensor, inputs: Mapping[str, Any]
         return per_sequence.mean() / steps
     if kind == "bnpo":
         return loss.sum() / mask.sum().clamp(min=1) / steps
-    require(kind == "dr_grpo", f"loss_type {kind!r} of TRL is not supported.")
+    require(kind == "dr_grpo", f"TRL's loss_type {kind!r} is not supported.")
     return loss.sum() / float(loss.shape[0] * trainer.max_completion_length) / steps

@@ -81,13 +81,13 @@ def refuse_reshuffled(rollout: str, launch: Mapping[str, Any], quantization: str
     require(
         quantization in QUANTIZED_ON_ARRIVAL,
         f"checkpoint_engine.backend=moe_rl sends bf16 weights, but with rollout.quantization={quantization} the "
-        "engine stores experts in a layout that cannot be rewritten. Remove rollout.quantization, or set it to "
-        "fp8.",
+        "engine stores experts in a layout that bf16 weights cannot overwrite. Remove rollout.quantization, or set it "
+        "to fp8.",
     )
     option, kernels = RESHUFFLING_KERNELS.get(rollout, ("", ()))
     chosen = launch.get(option)
     require(
         chosen not in kernels,
         f"checkpoint_engine.backend=moe_rl writes experts through {rollout}'s loader, but with {option}={chosen} "
-        f"the engine reorders them after the first load. Set {option} to triton.",
+        f"the engine reorders the experts' weights after the first load. Set {option} to triton.",
     )

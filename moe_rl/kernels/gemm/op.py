@@ -176,8 +176,8 @@ def grouped_gemm_dgrad(
     weights = ExpertWeights.of(weights)
     require(
         weights.block_shape in (None, (BLOCK, BLOCK)),
-        f"grouped_gemm_dgrad: weights in blocks of {weights.block_shape} cannot be summed over their first axis; "
-        "quantize the transposed weights and call grouped_gemm.",
+        f"grouped_gemm_dgrad: weights quantized in blocks of {weights.block_shape} cannot be summed over their first "
+        "axis: quantize the transposed weights and call grouped_gemm.",
     )
     data, scale = check_rows(dy, weights, weights.shape[0], "dy")
     check_problem("grouped_gemm_dgrad", data, weights, m_offsets, out_dtype)

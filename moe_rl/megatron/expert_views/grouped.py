@@ -47,8 +47,8 @@ class GroupedSlots:
         require(
             len(_matrices(weights_of_home)) == MATRICES
             and len({parameter.requires_grad for parameter in weights_of_home}) == 1,
-            "experts='grouped' needs fc1 and fc2 to be both trained or both frozen, but here they have adapters "
-            "(LoRA) or are partly frozen. Use experts='megatron'.",
+            "experts='grouped' needs fc1 and fc2 to be both trained or both frozen, but in this model they have "
+            "adapters (LoRA), or only some of their weights are frozen. Use experts='megatron'.",
         )
         odd = [size for matrix in _matrices(weights_of_home) for size in matrix.shape if size % ALIGNMENT]
         require(

@@ -41,7 +41,7 @@ class EplbPlanner(Planner):
         """Return the loads that the placement is made for; raise where they are not known."""
         if problem.history is None:
             raise InvalidInputError(
-                f"policy {self.name!r} plans from the expert loads of an earlier step, but there are none. Give a "
+                f"policy {self.name!r} plans from the expert loads of an earlier step: pass them as the "
                 "history, or use the policy 'eplb-oracle'."
             )
         return problem.history
@@ -82,7 +82,8 @@ def eplb_placement(problem: PlanProblem, known_load: StepLoad, *, hierarchical: 
     require(
         known_load.num_layers == load.num_layers and known_load.num_experts == load.num_experts,
         f"the history and the step do not match: the history has {known_load.num_layers} MoE layers with "
-        f"{known_load.num_experts} experts each, the step has {load.num_layers} with {load.num_experts} each.",
+        f"{known_load.num_experts} experts each, but the step has {load.num_layers} MoE layers with "
+        f"{load.num_experts} experts each.",
     )
     per_rank = topology.experts_per_rank(load.num_experts) + problem.replica_slots
     expert = rebalance_experts(

@@ -145,12 +145,12 @@ def _of_layers(path: Path, layers: Mapping[str, int]) -> _NamedArray:
     for key in ordered:
         require(
             arrays[key].ndim == 2 and arrays[key].shape == first.shape,
-            f"{path} names its arrays by layer number, so all must have the same shape [tokens, top-k], but {key!r} "
-            f"has {list(arrays[key].shape)} and {ordered[0]!r} has {list(first.shape)}. If each array is a "
+            f"the arrays in {path} are named by layer number, so they must have the same shape [tokens, top-k], but "
+            f"{key!r} has {list(arrays[key].shape)} and {ordered[0]!r} has {list(first.shape)}. If each array is a "
             "sequence, rename the arrays.",
         )
     logger.warning(
-        "%s: moe_rl reads its %d arrays, %s to %s, as the layers of one sequence of %d tokens.",
+        "%s: moe_rl reads the %d arrays (%s to %s) as the layers of a single sequence of %d tokens.",
         path,
         len(ordered),
         ordered[0],
@@ -195,7 +195,7 @@ def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
         if options.prompt_lengths is not None:
             require(
                 index < len(options.prompt_lengths),
-                f"{path} has more sequences than prompt lengths ({len(options.prompt_lengths)}).",
+                f"{path} has more sequences than there are prompt lengths ({len(options.prompt_lengths)}).",
             )
             prompt = np.zeros((options.prompt_lengths[index], *routes.shape[1:]), routes.dtype)
             valid = np.arange(len(prompt) + len(routes)) >= len(prompt)
@@ -231,12 +231,12 @@ def _as_ids(values: NDArray[Any], options: ImportOptions, what: str, *, first: b
     if top_k is None or top_k > experts or not np.isfinite(values).all():
         raise InvalidInputError(
             f"{what} contains {values.dtype} router logits of shape [tokens, layers, experts] = {shape}. To read "
-            f"router logits, set --moe-router-topk (1 to {experts}). All values must be finite."
+            f"router logits, set --moe-router-topk (1 to {experts}). All logits must be finite."
         )
     if first:
         logger.warning(
-            "%s contains router logits. moe_rl routes each token to the %d highest of %d logits. These routes are "
-            "wrong if the router has expert groups or an expert bias.",
+            "%s contains router logits. moe_rl routes each token to the %d experts (of %d) with the highest logits. "
+            "These routes are wrong if the router has expert groups or an expert bias.",
             what,
             top_k,
             experts,

@@ -196,5 +196,5 @@ def test_routes_of_all_layers_are_cut_to_moe_layers_and_others_refused() -> None
 def test_a_missing_last_row_is_unknown() -> None:
     routes = np.array([[[0, 0]], [[0, 1]], [[3, 0]]])
     assert with_missing_last_rows(routes, 4)[3].tolist() == [[-1, -1]]
-    with pytest.raises(InvalidInputError, match="routes for 3 tokens, but only 2 tokens"):
+    with pytest.raises(InvalidInputError, match="routes for 3 tokens, but the batch has only 2"):
         with_missing_last_rows(routes, 2)

@@ -32,8 +32,8 @@ def test_engines_that_load_experts_by_name_are_taken(config: Any) -> None:
 @pytest.mark.parametrize(("config", "sentence"), [
     (rollout("sglang", ep_size=8), "custom_weight_loader"),
     (rollout("sglang", ep_size=8, quantization="fp8", custom_weight_loader=[LOADER]), "does not use verl's quantizer"),
-    (rollout("vllm", moe_backend="flashinfer_trtllm"), "with moe_backend=flashinfer_trtllm the engine reorders them"),
-    (rollout("sglang", moe_runner_backend="marlin"), "with moe_runner_backend=marlin the engine reorders them"),
+    (rollout("vllm", moe_backend="flashinfer_trtllm"), "with moe_backend=flashinfer_trtllm the engine reorders"),
+    (rollout("sglang", moe_runner_backend="marlin"), "with moe_runner_backend=marlin the engine reorders"),
     (rollout("vllm", quantization="torchao"), "quantization=torchao the engine stores experts in a layout"),
 ])  # fmt: skip
 def test_engines_that_reshuffle_or_mix_up_experts_are_refused_by_name(config: Any, sentence: str) -> None:
