@@ -7,7 +7,7 @@ from moe_rl.doctor.verdict import refusals_of
 
 
 def attach_refuses(case: Case) -> Iterator[Found]:
-    """moe_rl refuses to balance a model with options that its plans do not support or that were never tested with
+    """moe_rl refuses to balance a model if an option is not supported by moe_rl's plans or was never tested with
     moe_rl. It refuses before it changes anything. The finding is an error only with --attach.
     """
     if not case.is_moe:

@@ -27,8 +27,8 @@ def missing_psutil(case: Case) -> Iterator[Found]:
 
 
 def transformer_engine_half_installed(case: Case) -> Iterator[Found]:
-    """The base package of transformer-engine is empty and raises RuntimeError on import. Megatron catches only
-    ImportError, so every import of megatron.core fails.
+    """The base package of transformer-engine contains no libraries and raises RuntimeError on import. Megatron catches
+    only ImportError, so every import of megatron.core fails.
     """
     environment = case.environment
     if environment is None or "transformer-engine" not in environment.versions or environment.transformer_engine_built:
@@ -99,7 +99,7 @@ def deepep_times_out_between_nodes(case: Case) -> Iterator[Found]:
 
 
 def fp8_without_transformer_engine(case: Case) -> Iterator[Found]:
-    """Without TransformerEngine, Megatron cannot build a model with its fp8 option."""
+    """Without TransformerEngine, Megatron cannot build a model with FP8 enabled."""
     environment, fp8 = case.environment, case.settings.fp8
     if environment and fp8 and "transformer_engine" not in environment.modules:
         yield Found("{} needs TransformerEngine, which is not installed here.", fp8)

@@ -34,9 +34,9 @@ def replay_half_on(case: Case) -> Iterator[Found]:
 
 
 def mtp_aliases_decoder_layers(case: Case) -> Iterator[Found]:
-    """Megatron numbers the layers of multi-token prediction (MTP) from 1 again, and the RouterReplay instances of these
-    layers join the decoder's list. MTP layer k then silently replays the routes of decoder layer k, or replay fails
-    because the list has more layers than the routes.
+    """Megatron numbers multi-token prediction (MTP) layers from 1, as it does decoder layers, and the RouterReplay
+    instances of both are in one list. MTP layer k then silently replays the routes of decoder layer k, or replay fails
+    because the list has more entries than the routes have layers.
     """
     replay, layers, training = case.replays, case.settings.mtp_num_layers, case.settings.mtp_training
     if not replay or not layers:

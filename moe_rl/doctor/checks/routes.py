@@ -29,9 +29,9 @@ def padding_routes_on_one_expert(case: Case) -> Iterator[Found]:
 
 
 def replay_without_packing(case: Case) -> Iterator[Found]:
-    """verl packs the routes of a micro-batch, sequence after sequence, even if it pads the tokens to a common length.
-    After the first padding token, route i and token i no longer belong together, and there are more tokens than routes.
-    moe_rl refuses to balance such a run.
+    """verl packs the routes of a micro-batch, sequence after sequence, even if it pads the sequences to a common
+    length. After the first padding token, route i and token i no longer belong together, and there are more tokens than
+    routes. moe_rl refuses to balance such a run.
     """
     replay, packed = case.replays, case.settings.packed
     if replay and packed is not None and not packed:
@@ -93,8 +93,8 @@ def capacity_drops_tokens(case: Case) -> Iterator[Found]:
 
 def aux_loss_moves_router(case: Case) -> Iterator[Found]:
     """The auxiliary loss moves the router toward even load, but the replayed routes remain those of the rollout. The
-    router then learns to choose experts other than those that compute the tokens. NeMo-RL saw log-probability errors
-    diverge with seq_aux_loss.
+    router then drifts away from the experts that compute the tokens. NeMo-RL saw log-probability errors diverge with
+    seq_aux_loss.
     """
     settings = case.settings
     coefficient, kind = settings.moe_aux_loss_coeff, settings.moe_router_load_balancing_type
@@ -125,9 +125,9 @@ def rollout_places_experts(case: Case) -> Iterator[Found]:
 
 
 def vllm_eplb_misplaces_updates(case: Case) -> Iterator[Found]:
-    """vLLM always loads weights according to its initial expert map. Its balancer (EPLB) first rearranges experts after
-    a quarter of step_interval. From then on, every weight update silently writes experts into the slots of other
-    experts, so rollouts come from a model that was never trained.
+    """vLLM always loads weights according to its initial expert map. Its balancer (EPLB) rearranges experts for the
+    first time after a quarter of step_interval. From then on, every weight update silently writes experts into the
+    slots of other experts, so rollouts come from a model that was never trained.
     """
     eplb = case.settings.rollout_eplb
     if eplb and _of_vllm(case):
@@ -169,7 +169,7 @@ def expert_order_in_export(case: Case) -> Iterator[Found]:
 
 def reorder_of_offloaded_state(case: Case) -> Iterator[Found]:
     """Moving an expert to another rank moves its weights, fp32 master weights and both Adam moments. If this state is
-    offloaded to the CPU, every move passes through host memory twice and seldom saves time.
+    offloaded to the CPU, every move passes through host memory twice, so moving experts seldom saves time.
     """
     policy, offload = case.settings.balancing_policy, case.settings.optimizer_cpu_offload
     if policy and offload and _may_move_experts(policy.value):
