@@ -53,11 +53,19 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# The editable install compiles moe_rl._native when a compiler is there and falls back to numpy when not.
+# The editable install compiles moe_rl._native when a compiler is there and falls back to numpy when not. Meanwhile pip
+# installs what moe_rl requires (pyproject.toml, dependencies); Python compiles these files when it first imports them.
 $(VENV)/.core: $(VENV)/.created pyproject.toml constraints.txt $(NATIVE_SOURCES)
-	@echo "Installing moe_rl and the dozen packages that it needs into $(VENV); its C++ core is compiled, which takes a minute."
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --disable-pip-version-check -e .
+	@echo "Installing moe_rl and the dozen packages that it needs into $(VENV); its C++ core is compiled, which takes half a minute."
+	@$(MAKE) --no-print-directory -j 2 install-core install-dependencies
 	@touch $@
+
+.PHONY: install-core install-dependencies
+install-core:
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --disable-pip-version-check --no-deps -e .
+
+install-dependencies:
+	@$(PIP) --no-compile $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'])")
 
 # torch first and alone: a looser request would pull gigabytes of CUDA. triton without its dependencies for the same reason.
 $(VENV)/.test: $(VENV)/.core
