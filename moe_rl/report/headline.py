@@ -164,7 +164,7 @@ def _runner_up(report: ReportData, best: StepPrediction) -> list[str]:
     if second is None or best.policy == "static" or not best.step_time_s:
         return []
     behind = (second.step_time_s or 0.0) / best.step_time_s - 1.0
-    return [WORDS["next_best" if behind >= 0.01 else "no_difference"].format(second=second, behind=behind)]
+    return [WORDS["next_best" if behind >= 0.01 else "no_difference"].format(best=best, second=second, behind=behind)]
 
 
 def _price(best: StepPrediction) -> list[str]:

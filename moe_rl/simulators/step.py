@@ -282,7 +282,7 @@ def _check(plans: Mapping[str, Plan], step: TrainingStep, own_loads: Mapping[str
     require(
         same_shape,
         f"the expert loads and model {model.name!r} do not match: the loads have {load.num_layers} MoE layers with "
-        f"{load.num_experts} experts each, the model has {model.num_moe_layers} with {model.num_experts} each.",
+        f"{load.num_experts} experts each, but the model has {model.num_moe_layers} with {model.num_experts} each.",
     )
     for name, plan in plans.items():
         require(
