@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.frameworks.areal import losses as areal
+from moe_rl.frameworks.router_shift import READING
 from moe_rl.frameworks.slime import losses as slime
 from moe_rl.frameworks.trl import losses as trl
 from moe_rl.frameworks.verl import losses as verl
@@ -511,6 +512,60 @@ def test_slime_adds_entropy_kl_and_the_router_shift_and_names_what_is_missing(wi
     data["rollout_log_probs"] = data["log_probs"]
     with pytest.raises(InvalidInputError, match="no field 'rollout_iss'"):
         slime.policy_loss_function(args, data, torch.zeros(1, 1, 1), reducers["token-sum"])
+
+
+def test_slime_reads_gamma_of_a_token_at_the_row_of_the_token_before(with_slime: dict[str, Any]) -> None:
+    """Of a run with MOE_RL_ROUTER_SHIFT; each key of this stand-in is another gamma."""
+    b, log_prob = batch()
+    with_slime["log_probs"] = samples(log_prob)
+    args, data, reducers = slime_call(moe_rl_objective="reinforce")
+    gamma = torch.linspace(0.2, 1.0, sum(data["total_lengths"]), dtype=torch.float64)
+    keys = torch.arange(len(gamma)).split(data["total_lengths"])
+    shift: Any = SimpleNamespace(coming=lambda: keys, of=lambda asked: SimpleNamespace(ratio=gamma[asked]))
+    token = READING.set(shift)
+    try:
+        loss, _ = slime.policy_loss_function(args, data, torch.zeros(1, 1, 1), reducers["token-sum"])
+    finally:
+        READING.reset(token)
+    expected = 0.0
+    for row, (first, total, length) in enumerate(
+        zip((int(each[0]) for each in keys), data["total_lengths"], data["response_lengths"], strict=True)
+    ):
+        for place in range(length):
+            before = first + total - length + place - 1
+            expected -= float(gamma[before] * b["advantages"][row, place] * b["log_prob"][row, place])
+    assert loss.item() == pytest.approx(expected)
+
+
+def test_slimes_unbiased_kl_weighs_a_token_by_the_current_over_the_old_policy(with_slime: dict[str, Any]) -> None:
+    b, log_prob = batch()
+    with_slime["log_probs"] = samples(log_prob)
+    args, data, reducers = slime_call(use_kl_loss=True, kl_loss_type="low_var_kl", use_unbiased_kl=True)
+    _, reported = slime.policy_loss_function(args, data, torch.zeros(1, 1, 1), reducers["token-sum"])
+    above = b["reference_log_prob"] - b["log_prob"]
+    kl = (b["log_prob"] - b["old_log_prob"]).exp() * (above.exp() - 1.0 - above)
+    assert reported["kl_loss"].item() == pytest.approx(kl[b["response_mask"]].sum().item())
+
+
+@pytest.mark.parametrize("against", ["old", "rollout"])
+def test_slimes_share_of_sequences_that_opsm_drops_is_logged_where_it_is_slimes(
+    against: str, with_slime: dict[str, Any]
+) -> None:
+    """`opsm_clipfrac` is slime's number, of the drift from the old policy; of that from the rollout slime has none."""
+    b, log_prob = batch()
+    with_slime["log_probs"] = samples(log_prob)
+    options = {"opsm_delta": 0.01, "against": against}
+    args, data, reducers = slime_call(moe_rl_objective="opsm", moe_rl_objective_options=options)
+    _, reported = slime.policy_loss_function(args, data, torch.zeros(1, 1, 1), reducers["token-sum"])
+    if against == "rollout":
+        assert "opsm_clipfrac" not in reported
+        return
+    drifts = [
+        float((b["old_log_prob"] - b["log_prob"])[row, :length].mean()) for row, length in enumerate(record.LENGTHS)
+    ]
+    dropped = [drift > 0.01 and b["advantages"][row, 0] < 0 for row, drift in enumerate(drifts)]
+    assert any(dropped), "of the recorded sequences"
+    assert reported["opsm_clipfrac"].item() == pytest.approx(sum(dropped))
 
 
 def test_slimes_parts_under_context_parallelism_add_up(

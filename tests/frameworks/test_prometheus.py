@@ -1,7 +1,9 @@
 """Metrics that Prometheus reads from a run, through prometheus-client itself."""
 
 import socket
+import sys
 import urllib.request
+from types import ModuleType
 
 import pytest
 
@@ -33,9 +35,36 @@ def test_gauges_are_served_under_their_names(monkeypatch):
             prometheus.publish({}, taken.getsockname()[1])
 
 
-def test_without_the_package_one_sentence_says_what_to_install(monkeypatch):
-    import sys
+def test_a_rank_serves_one_gauge_per_metric_at_a_port_of_its_own(monkeypatch):
+    """With a stand-in of prometheus-client, which may be missing: what it is asked for."""
+    asked: list[object] = []
 
+    class Gauge:
+        def __init__(self, name: str, documentation: str, labels: list[str]) -> None:
+            asked.append((name, labels))
+
+        def labels(self, rank: str) -> "Gauge":
+            self.rank = rank
+            return self
+
+        def set(self, value: float) -> None:
+            asked.append((self.rank, value))
+
+    stand_in = ModuleType("prometheus_client")
+    vars(stand_in).update(start_http_server=asked.append, Gauge=Gauge)
+    monkeypatch.setitem(sys.modules, "prometheus_client", stand_in)
+    monkeypatch.setenv("RANK", "11")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for made in (prometheus._served, prometheus._gauge):
+        made.cache_clear()
+    prometheus.publish({"r3/agreement": 0.5}, 9000)
+    prometheus.publish({"r3/agreement": 0.75}, 9000)
+    assert asked == [9003, ("r3_agreement", ["rank"]), ("11", 0.5), ("11", 0.75)]
+    for made in (prometheus._served, prometheus._gauge):
+        made.cache_clear()
+
+
+def test_without_the_package_one_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(InvalidInputError, match="pip install prometheus-client"):
         prometheus.publish({}, free_port())

@@ -1,6 +1,7 @@
 """slime's mis.py and its `opsm_clipfrac` beside ours: by its rules restated as loops, and its own code where it is."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,11 +105,13 @@ ADVANTAGES = torch.tensor([1.0, -1.0, -0.5, -1.0, -0.7, 0.2], dtype=torch.float6
 )
 
 
-def slimes_clipfrac(log_prob: Tensor, old: Tensor, mask: Tensor, delta: float) -> float:
+def slimes_clipfrac(
+    log_prob: Tensor, old: Tensor, mask: Tensor, delta: float, advantages: Tensor = ADVANTAGES
+) -> float:
     """`compute_opsm_mask` restated."""
     total = 0.0
     for current, before, keep, advantage in zip(
-        *(split(each) for each in (log_prob, old, mask, ADVANTAGES)), strict=True
+        *(split(each) for each in (log_prob, old, mask, advantages)), strict=True
     ):
         drift = ((before - current) * keep).sum() / keep.sum().clamp(min=1)
         total += float(((advantage < 0) & (drift > delta)).sum() / keep.sum().clamp(min=1))
@@ -130,6 +133,11 @@ def test_opsm_clipfrac_is_slimes_number() -> None:
     assert float(_dropped_sequences(inputs, 0.05)) == pytest.approx(1.0 + 6 / 4)
     assert float(_dropped_sequences(inputs, 0.05)) == pytest.approx(slimes_clipfrac(log_prob, old, mask, 0.05))
     assert float(_dropped_sequences(inputs, 0.5)) == 0.0
+    # With a critic, tokens of one sequence differ: those that are not punished are not counted.
+    advantages = ADVANTAGES.clone()
+    advantages[ROWS[5] - 2 : ROWS[5]] = torch.tensor([0.0, 0.3])
+    assert float(_dropped_sequences(replace(inputs, advantages=advantages), 0.05)) == pytest.approx(1.0 + 4 / 4)
+    assert slimes_clipfrac(log_prob, old, mask, 0.05, advantages) == pytest.approx(1.0 + 4 / 4)
 
 
 SOURCES = Path(os.environ.get("FRAMEWORK_SOURCES", "no-such-folder")) / "slime" / "slime"
