@@ -355,6 +355,32 @@ def test_a_lever_that_is_on_and_cannot_act_says_so() -> None:
         assert not list(idle_levers(BalancerConfig(), {"reorders"}, "weights are read"))
 
 
+def test_what_holds_on_all_ranks_is_said_on_the_first_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    for rank in (1, 0, 3):
+        with patch.object(torch.distributed, "get_rank", lambda rank=rank: rank):
+            megatron_run.say_once(f"a lever is idle, says rank {rank}")
+            megatron_run.announce("loops", "1.0", num_layers=rank, policy="moe-rl")
+    assert [record.message for record in caplog.records] == [
+        "moe_rl: a lever is idle, says rank 0",
+        "moe_rl: loops 1.0, 0 MoE layers balanced by policy 'moe-rl'.",
+    ]
+
+
+def test_the_memory_of_a_rank_is_its_devices_or_the_hosts() -> None:
+    with (
+        patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(torch.cuda, "mem_get_info", lambda: (3 << 30, 80 << 30)),
+    ):
+        assert megatron_run.memory_bytes() == 80 << 30, "all of it, whatever is free now"
+    of_host = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1000}
+    with (
+        patch.object(torch.cuda, "is_available", lambda: False),
+        patch.object(megatron_run.os, "sysconf", of_host.__getitem__),
+    ):
+        assert megatron_run.memory_bytes() == 4_096_000
+
+
 class Attached:
     """What `MegatronRun.attach` meets: a model, groups, and an `attach` that is noted."""
 

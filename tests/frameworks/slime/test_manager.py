@@ -155,6 +155,12 @@ def test_virtual_stages_keep_their_multiple_of_micro_batches(
     assert all(count % 4 == 0 for count in counts)
 
 
+@pytest.mark.parametrize(("stages", "multiple"), [(None, 1), (1, 1), (2, 4)])
+def test_without_virtual_stages_any_number_of_micro_batches_will_do(stages: int | None, multiple: int) -> None:
+    """Megatron has a size of groups there, too, which nothing reads."""
+    assert manager._multiple({"vpp_size": stages, "microbatch_group_size_per_vp_stage": 4}) == multiple
+
+
 def test_trainers_send_the_packing_where_it_is_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
     class TrainRayActor:
         train_parallel_config: Any = PARALLEL
