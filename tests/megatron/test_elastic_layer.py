@@ -14,6 +14,8 @@ import torch
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
+from moe_rl.core.errors import InvalidInputError
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron says of what it does without TransformerEngine and Apex
     from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -377,3 +379,21 @@ def test_a_layer_spec_builds_elastic_layers_and_stays_what_it_was() -> None:
     assert spec.submodules.mlp is moe
     with pytest.raises(ValueError, match=r"must have MoELayer at submodules\.mlp"):
         elastic_spec(ModuleSpec(module=object, submodules=SimpleNamespace(mlp=ModuleSpec(module=object))))
+
+
+def test_names_of_experts_are_neither_saved_nor_loaded_while_they_are_elsewhere() -> None:
+    layer = Layer()
+    for elsewhere in (False, True, False):
+        layer.state.home_table = object() if elsewhere else None  # type: ignore[assignment]
+        for what, call in (
+            ("saved", layer.module.state_dict),
+            ("loaded", lambda: layer.module.load_state_dict({})),
+            ("reset", lambda: layer.module.require_home("reset")),
+        ):
+            if not elsewhere:
+                call()
+                continue
+            with pytest.raises(InvalidInputError, match=f"nothing can be {what} now, because the experts of layer 6"):
+                call()
+    layer.state.home_table, layer.module._elastic = object(), None  # type: ignore[assignment]
+    layer.module.require_home("saved")
