@@ -19,6 +19,8 @@ FLIPPED = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=",
 SYMMETRIC = {
     "max", "min", "maximum", "minimum", "gcd", "hypot", "add", "multiply", "equal", "array_equal", "allclose",
     "isclose", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor", "isdisjoint",
+    # Sections of a framework's file: Megatron's keys stand right inside one of them, so the order decides nothing.
+    "keys_in", "option_in",
 }  # fmt: skip
 # Of two arguments of which one alone may be the second: Python itself refuses the mutant.
 OF_TWO_KINDS = {"isinstance", "issubclass", "getattr", "hasattr"}

@@ -86,7 +86,6 @@ def _valid_length(record: dict[str, Any], message: dict[str, Any], rows: int) ->
 def _from_message_log(messages: object) -> tuple[NDArray[np.integer], int]:
     """Return all rows of the conversation and how many tokens were part of the last generation."""
     log = objects(messages, "message_log must be a list of messages.")
-    require(len(log) > 0, "message_log must be a list of messages.")
     parts: list[NDArray[np.integer] | int] = []
     shape: tuple[int, ...] | None = None
     position = valid_length = 0

@@ -110,7 +110,7 @@ def _split(routes: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDArray[np
 
 def _routes_of(fields: object, name: str) -> NDArray[np.integer]:
     require(
-        isinstance(fields, list) and len(fields) > 1 and _holds(fields[0], int),
+        isinstance(fields, list) and bool(fields) and _holds(fields[0], int),
         f"{name} does not start with token ids.",
     )
     for field in fields:  # type: ignore[attr-defined]

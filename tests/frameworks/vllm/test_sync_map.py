@@ -1,7 +1,8 @@
 """A map that comes with the weights: the table of names that it makes, and what is refused. The loader itself is run in
 tests/sync/test_engine_loaders.py."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,3 +74,38 @@ def test_a_map_is_taken_off_the_weights_and_the_second_replaces_the_first() -> N
         others = without_map(model, weights)
         assert [name for name, _ in others] == ["norm"]
         assert len(model.model.modules()[1].get_expert_mapping()) == 1 + 3 * 2
+
+
+def test_with_eplb_names_and_routers_follow_the_map_of_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own function is a stand-in that writes the map of a model's routers, as vLLM 0.33.0's does.
+
+    A second model of the worker, such as a drafter with one expert, keeps its map.
+    """
+
+    def commit(model_state: Any, new_physical_to_logical_map: torch.Tensor) -> None:
+        model_state.physical_to_logical_map.copy_(new_physical_to_logical_map)
+
+    eplb_state: Any = ModuleType("vllm.distributed.eplb.eplb_state")
+    eplb_state._commit_eplb_maps = commit
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.eplb"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, eplb_state.__name__, eplb_state)
+
+    def state(num_experts: int) -> Any:
+        return SimpleNamespace(
+            logical_to_physical_map=torch.zeros(2, num_experts, 2, dtype=torch.int64),
+            physical_to_logical_map=torch.full((2, 3), -1),
+        )
+
+    model = runner(2)
+    trained, drafter = state(2), state(1)
+    model.eplb_state = SimpleNamespace(model_states={"trained": trained, "drafter": drafter})
+    for slots in ([[1, 0, 1], [0, 1, 1]], [[0, 1, 0], [1, 1, 0]]):
+        take_map(model, np.array(slots, np.int32))
+        assert trained.physical_to_logical_map.tolist() == slots
+        assert drafter.physical_to_logical_map.tolist() == [[-1] * 3] * 2
+        for layer, row in zip(model.model.modules()[1:], slots, strict=True):
+            gates = [entry for entry in layer.get_expert_mapping() if "gate_proj." in entry.weight]
+            assert [(entry.slot, entry.weight) for entry in gates] == [
+                (slot, f"experts.{expert}.gate_proj.") for slot, expert in enumerate(row)
+            ]
