@@ -196,7 +196,7 @@ SEEDS = [
     Seed(
         "reorder-of-offloaded-state",
         "verl-yaml",
-        (ENGINE + "optimizer_offload", True),
+        (ACTOR + "optim.override_optimizer_config.optimizer_cpu_offload", True),
         WARNING,
         (RELIBRA,),
     ),

@@ -203,6 +203,27 @@ def test_typed_sizes_decide_which_part_of_the_batch_is_simulated(
     assert launch_options([path], stated=stated)[0]["global_batch_size"] == samples
 
 
+@pytest.mark.parametrize(
+    ("more", "fraction"),
+    [
+        # verl's own: state that is put away between phases is back on the GPU when the optimizer steps.
+        ("actor_rollout_ref.actor.megatron.optimizer_offload=True", None),
+        ("+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True", 1.0),
+        (
+            "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True "
+            "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_offload_fraction=0.5",
+            0.5,
+        ),
+    ],
+)
+def test_verls_offload_between_phases_is_not_megatrons_optimizer_on_the_host(
+    tmp_path: Path, more: str, fraction: float | None
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(VERL.format(more=more))
+    assert launch_options([path])[0].get("optimizer_offload_fraction") == fraction
+
+
 @pytest.mark.lengthy
 def test_typed_gpus_decide_the_batch_of_a_script(tmp_path: Path) -> None:
     path, trace = tmp_path / "run.sh", write_npz(tmp_path / "t.npz", sequences=40, tokens=300)
