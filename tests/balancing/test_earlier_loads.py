@@ -1,17 +1,25 @@
 """What is counted of routes, and what reorders remember of the loads before them."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from strategies import model_spec
 
+from benchmarks.in_memory_exchange import InMemory, on_all_ranks
+from moe_rl.balancing import pass_planner
 from moe_rl.balancing.config import BalancerConfig
-from moe_rl.balancing.loads import EarlierLoads, count_routes
+from moe_rl.balancing.loads import EarlierLoads, RankRows, count_routes
+from moe_rl.balancing.pass_request import PassRequest
+from moe_rl.balancing.pass_source import CountedRows
 from moe_rl.balancing.schedule import cluster_topology, plan_of_load
 from moe_rl.config import load_model
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.load import StepLoad
-from moe_rl.planner.base import PLACEMENT
+from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.plan import Plan
+from moe_rl.planner.base import COPIES, PLACEMENT
 
 EP_SIZE, LAYERS, EXPERTS = 8, 2, 32
 RUNS = 12
@@ -72,6 +80,34 @@ def test_homes_that_serve_several_steps_settle(rng: np.random.Generator, served:
         assert [moved[0] for moved in learned] == [moved[0] for moved in blind]
         assert np.array(learned)[:, 0].any()
         assert np.array(learned)[:, 1:].sum() < np.array(blind)[:, 1:].sum()
+
+
+@pytest.mark.parametrize("served", [1, 2])
+def test_a_planner_remembers_the_loads_of_its_reorders(served: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one layer and two ranks the first plans it: its policy is told the loads of the two reorders before."""
+    histories: list[StepLoad | None] = []
+    plan_of_load = pass_planner.plan_of_load
+
+    def noted(load: StepLoad, **words: Any) -> Plan:
+        histories.append(words["history"])
+        return plan_of_load(load, **words)
+
+    monkeypatch.setattr(pass_planner, "plan_of_load", noted)
+    config = BalancerConfig(
+        policy="moe-rl", objective="imbalance", steps_served=served, history_steps=2 if served > 1 else 1
+    )
+    placement = ExpertPlacement.contiguous(num_layers=1, num_experts=4, ep_size=2, spare_slots=config.slots.spare)
+    model = model_spec(num_experts=4, num_layers=1, top_k=1)
+
+    def reorders(exchange: InMemory) -> None:
+        planner = pass_planner.PassPlanner(exchange, layers=[0], model=model)
+        for number, may in enumerate([PLACEMENT, COPIES, PLACEMENT, PLACEMENT, PLACEMENT]):
+            rows = RankRows(pairs=np.full((1, 1, 4), number + 1, np.int32), rows=np.array([4 * (number + 1)]))
+            planner.plan_pass(PassRequest(config=config, placement=placement, may=may), CountedRows(rows))
+
+    on_all_ranks(2, reorders)
+    pairs = [[] if history is None else history.pairs[0, :, 0, 0, 0].tolist() for history in histories]
+    assert pairs == ([[], [], [1], [1, 3], [3, 4]] if served > 1 else [[]] * 5)
 
 
 @pytest.mark.parametrize("name", ["steps_served", "history_steps"])

@@ -97,6 +97,18 @@ def test_rows_that_nobody_announced_count_as_the_mean_micro_batch(rng: np.random
     assert np.abs(again.pairs - np.mean([counted(batch) for batch in batches], axis=0)).max() <= 1
 
 
+def test_a_rollouts_log_prob_passes_add_up_until_its_update(rng: np.random.Generator) -> None:
+    found = samples(rng, [10, 20, 30])
+    known = RouteForecast(SHAPE)
+    for one in found:
+        known.record(heard([[one]], as_map=True), is_update=False)
+    assert known.predict([held_of(found)]).known == 1
+    known.record(heard([found], as_map=True), is_update=True)
+    known.record(heard([found[:1]], as_map=True), is_update=False)
+    known.record(heard([found[:1]], as_map=True), is_update=True)
+    assert known.predict([held_of(found)]).known == pytest.approx(10 / 60), "the next rollout begins from nothing"
+
+
 def test_drift_scales_what_was_foretold_to_what_came(rng: np.random.Generator) -> None:
     """The routers moved: every token of expert 0 now goes to expert 5; the next update is foretold so."""
     # So long that expert 5, which the factor is measured on, has some 60 pairs in a sequence: 13 % of noise each.

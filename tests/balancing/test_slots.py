@@ -3,16 +3,21 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import loads, problem_of, topologies
+from strategies import HARDWARE, loads, problem_of, topologies
 
 from moe_rl.balancing.slots import SlotTable, SlotTables
-from moe_rl.core.plan import slot_map
+from moe_rl.core.errors import InvalidInputError
+from moe_rl.core.load import StepLoad
+from moe_rl.core.plan import ReplicaPlan, slot_map
+from moe_rl.core.topology import ClusterTopology
 from moe_rl.planner.registry import make_planner
 
 
@@ -90,6 +95,42 @@ def test_the_gradient_of_probs_reaches_each_experts_column_once() -> None:
     slot_probs.sum().backward()
     assert probs.grad is not None
     assert torch.equal(probs.grad, routing_map.float())
+
+
+def test_a_replica_in_the_home_slot_of_another_expert_is_refused() -> None:
+    """Four experts on two ranks of two home slots and a spare one: slots 0, 1, 3 and 4 are homes in both layers."""
+    topology = ClusterTopology(hardware=HARDWARE, ep_size=2, ranks_per_node=2)
+    load = StepLoad(pairs=np.ones((1, 2, 2, 2, 4), np.int32), tokens=np.full((1, 2, 2), 4), top_k=1)
+    static = make_planner("static").plan(problem_of(load, topology, objective="imbalance", replica_slots=1))
+
+    def replica_in(slot: int) -> SlotTables:
+        one = np.ones((1, 2), np.int32)
+        replicas = ReplicaPlan(
+            offsets=np.array([0, 0, 0, 1, 1]),  # micro-batch 1, layer 0
+            expert=np.array([0], np.int32),
+            physical_id=np.array([slot], np.int32),
+            source_quota=one,
+            source_pairs=one,
+            resident=np.array([False]),
+            num_ep_groups=1,
+            num_micro_batches=2,
+            num_layers=2,
+        )
+        return SlotTables.of_plan(replace(static, replicas=replicas), group=0, source_rank=0)
+
+    assert replica_in(5).row.tolist() == [[-1, -1], [0, -1]]
+    with pytest.raises(InvalidInputError, match="in micro-batch 1, layer 0, the plan puts a replica into the home"):
+        replica_in(4)
+
+
+def test_on_a_gpu_one_launch_gets_the_same_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`probs` stands in for a tensor on a GPU, of which only its place is asked."""
+    launched: list[tuple[object, ...]] = []
+    monkeypatch.setattr(SlotTable, "to_slots_in_one_launch", lambda *arguments: launched.append(arguments))
+    table = SlotTable(expert=torch.tensor([0]), split=torch.zeros(6, 1))
+    on_gpu, routing_map = SimpleNamespace(is_cuda=True), torch.ones(1, 1, dtype=torch.bool)
+    table.to_slots(on_gpu, routing_map)  # type: ignore[arg-type]
+    assert launched == [(table, on_gpu, routing_map)]
 
 
 @pytest.mark.triton
