@@ -8,6 +8,7 @@ import pytest
 from strategies import model_spec
 
 from benchmarks.in_memory_exchange import InMemory, on_all_ranks
+from moe_rl.balancing import pass_planner
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.homes import ExpertHomes
 from moe_rl.balancing.load_exchange import RankNotice, first_misfit
@@ -51,6 +52,8 @@ def test_a_plan_for_other_residents_on_the_same_homes_is_not_carried_out() -> No
     for one in on_all_ranks(2, lambda exchange: planned(exchange, placement_with(3), plan=given.plan)):
         assert one.misfit is not None
         assert one.misfit.kind == "placement"
+        assert one.local_plan.replicas.num_micro_batches == 1
+        assert one.local_plan.replicas.source_quota.shape == (0, 2)
     assert moved_since(given, placement_with(2), [0, 1]) is None
     assert moved_since(given, placement_with(3), [0, 1]) is not None
 
@@ -84,6 +87,24 @@ def test_ranks_that_hold_other_residents_do_without_a_plan() -> None:
     for one in on_all_ranks(2, lambda exchange: planned(exchange, placement_with(2 + exchange.rank))):
         assert one.misfit is not None
         assert one.misfit.kind == "ranks"
+
+
+def test_a_rank_that_cannot_plan_its_layers_says_so_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 plans layer 0, rank 1 layer 1, for which there is no plan."""
+    plan_of_load = pass_planner.plan_of_load
+
+    def failing(load: Any, **words: Any) -> Any:
+        if words["model"].moe_layer_ids == (1,):
+            raise InvalidInputError("no plan.")
+        return plan_of_load(load, **words)
+
+    def said(exchange: InMemory) -> str:
+        with pytest.raises(InvalidInputError) as error:
+            planned(exchange, placement_with(2))
+        return str(error.value)
+
+    monkeypatch.setattr(pass_planner, "plan_of_load", failing)
+    assert on_all_ranks(2, said) == ["EP rank 1 cannot plan its layers: no plan.", "no plan."]
 
 
 @pytest.mark.parametrize("group", [0, 1])

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +23,7 @@ import torch
 from thread_ranks import GridExchange, GridHub, ThreadRanks
 
 from moe_rl.balancing import home_choice, migrate, rank_packing
-from moe_rl.balancing.balanced_run import PassResults, RunLayers
+from moe_rl.balancing.balanced_run import PassResults, RowGathering, RunLayers
 from moe_rl.balancing.clock import MicroBatchClock
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.loads import RankRows
@@ -508,6 +508,29 @@ def test_metrics_and_memories_are_of_the_micro_batches_that_ran(ran: int, caplog
     assert f"but ran {ran}, " in said[0]
 
 
+@pytest.mark.parametrize(("begun", "exchanges"), [((2, 1), 1), ((2, 2), 1), ((3, 2), 2), ((0, 0), 1)])
+def test_micro_batches_that_were_not_announced_take_another_exchange(begun: tuple[int, int], exchanges: int) -> None:
+    """Two ranks whose pass was planned for 2 micro-batches; the other rank says what this one says, plus 10."""
+    messages: list[int] = []
+
+    def gather(own: np.ndarray) -> list[np.ndarray]:
+        messages.append(own.size)
+        other = own + 10
+        if len(messages) == 1:
+            other[-1] = begun[1]
+        return [own, other]
+
+    run: Any = SimpleNamespace(gather=gather)
+    clocks: Any = [SimpleNamespace(micro_batches=count) for count in (0, begun[0])]
+    gathering: RowGathering[Any] = RowGathering(run, clocks, 2)
+    found = gathering.of_all_ranks(lambda part: np.array([[index, index + 5] for index in part]))
+    ran = max(begun) or 2
+    assert [of_rank.tolist() for of_rank in found] == [
+        [[index + more, index + 5 + more] for index in range(ran)] for more in (0, 10)
+    ]
+    assert len(messages) == exchanges
+
+
 def test_a_forward_beside_the_pass_is_not_of_it() -> None:
     def step(rank: Rank) -> None:
         routes = routes_of(rank.rank, 2)
@@ -645,6 +668,23 @@ def test_a_pass_that_was_prepared_before_a_reorder_by_hand_runs_without_copies()
     on_run(step, movable=True)
 
 
+@pytest.mark.parametrize("observe", [False, True])
+def test_metrics_count_the_copies_that_stay_but_none_where_the_run_is_observed(observe: bool) -> None:
+    """Expert 0, at home on EP rank 0, has a copy that stays on EP rank 1 in both layers."""
+
+    def step(rank: Rank) -> None:
+        routes = routes_of(rank.rank, 1)
+        assert rank.ran(routes, PassSource.replayed(routes)).residents == 0
+        own = rank.cycle.own_placement
+        slots = own.physical_to_logical_map.copy().reshape(LAYERS, GRID.shape[1], -1)
+        slots[:, 1, EXPERTS // GRID.shape[1]] = 0
+        rank.cycle.reorder(replace(own, physical_to_logical_map=slots.reshape(LAYERS, -1)))
+        assert (rank.cycle.placement.resident_experts >= 0).sum() == LAYERS
+        assert rank.ran(routes, PassSource.replayed(routes)).residents == (0 if observe else LAYERS)
+
+    on_run(step, movable=True, resident_slots=1, observe=observe)
+
+
 def test_a_plan_that_was_made_before_is_followed_with_its_rows() -> None:
     def step(rank: Rank) -> None:
         routes = routes_of(rank.rank, 2)
@@ -669,12 +709,12 @@ def test_a_plan_that_was_made_before_is_followed_with_its_rows() -> None:
 
 def test_a_run_that_is_observed_changes_nothing_and_says_what_would_be() -> None:
     def step(rank: Rank) -> None:
-        routes = routes_of(rank.rank, 2, skew=4.0)
+        routes = routes_of(rank.rank, 3, skew=4.0)
         own = rank.movable.homes()
         for number in range(3):
-            metrics = rank.ran(routes, PassSource.unknown(2))
+            metrics = rank.ran(routes, PassSource.unknown(3))
             assert metrics.misfit is None
-            assert metrics.replicas == 0
+            assert (metrics.replicas, metrics.residents) == (0, 0)
             assert rank.layers.told[-1].planned.misfit is not None, "layers run without copies"
             assert metrics.would_be is not None
             np.testing.assert_array_equal(metrics.would_be.rows.sum(axis=2), metrics.actual_rows.sum(axis=2))
@@ -684,6 +724,10 @@ def test_a_run_that_is_observed_changes_nothing_and_says_what_would_be() -> None
         replayed = rank.ran(routes, PassSource.replayed(routes), forward_only=True)
         assert replayed.would_be is not None
         assert imbalance(replayed.would_be.rows[None]) < imbalance(replayed.actual_rows[None]) - 0.1
+        plan = rank.cycle.plan(routes)
+        given = rank.ran(routes, PassSource.given(plan, routes), forward_only=True)
+        assert given.would_be is not None
+        assert imbalance(given.would_be.rows[None]) < imbalance(given.actual_rows[None]) - 0.1
         batches, tokens = [[0, 1]], [np.arange(5), np.arange(7)]
         assert rank.cycle.packed(batches, tokens, token_budget=100) == batches
 
