@@ -1,4 +1,4 @@
-"""The most rows that a rank can get: those that are planned if all is known, and else a certificate for a stated risk."""
+"""The most rows that a rank can get: those planned if all is known, and else a certificate for a stated risk."""
 
 import numpy as np
 import pytest
