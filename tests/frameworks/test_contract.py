@@ -60,6 +60,29 @@ def test_an_absent_framework_is_a_sentence() -> None:
         replace(KNOWN, name="somebody", distribution="no-such-distribution").check()
 
 
+def test_a_report_says_of_the_version_of_every_symbol_and_of_traps_whether_it_is_well() -> None:
+    gone = Symbol(name="json:gone")
+    version = KNOWN.version()
+    known = replace(KNOWN, beside=(gone,), traps=f"{__name__}:a_trap")
+    said = [
+        (f"numpy {version}, tested with 1.0", False),
+        ("json:JSONEncoder.default exists", True),
+        ("json exists", True),
+        (gone.problem(), False),
+    ]
+    assert known.report() == [*said, ("a trap", False)]
+    assert replace(known, traps="").report() == said
+    for tested, sentence in (((), f"numpy {version}"), ((version, "1"), f"numpy {version}, tested with {version}, 1")):
+        assert replace(KNOWN, tested=tested).report()[0] == (sentence, True)
+    absent = replace(KNOWN, distribution="no-such-distribution").report()
+    assert absent == [("numpy (package no-such-distribution) is not installed.", False)]
+
+
+def a_trap() -> list[tuple[str, bool]]:
+    """What stands in the way of `KNOWN` on every machine."""
+    return [("a trap", False)]
+
+
 def test_a_run_without_process_group_is_a_sentence() -> None:
     with pytest.raises(InvalidInputError, match="Start the run with torchrun"):
         require_distributed("verl")

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -232,12 +233,17 @@ def test_verl_takes_the_global_batch_the_router_shift_and_options() -> None:
 # TRL
 
 
-def test_trl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The subclass on the attributes of a trainer that the recorder gave TRL's own method."""
+@pytest.fixture
+def with_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL, or a stand-in whose trainer has nothing of its own."""
     if "trl" not in sys.modules and importlib.util.find_spec("trl") is None:
         module = ModuleType("trl")
         module.GRPOTrainer = object  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "trl", module)
+
+
+def test_trl(with_trl: None) -> None:
+    """The subclass on the attributes of a trainer that the recorder gave TRL's own method."""
     ours: dict[str, dict[str, Any]] = {
         **{name: {"objective": "ppo"} for name in ("grpo", "dapo", "bnpo", "dr_grpo")},  # TRL's own widths
         **{name: {"objective": "gspo"} for name in ("gspo", "luspo")},
@@ -258,6 +264,24 @@ def test_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.off_policy_mask_threshold = 0.1
     with pytest.raises(InvalidInputError, match=r"off_policy_mask_threshold has no effect, .*The objective `opsm`"):
         trl.policy_loss_trainer("ppo")._compute_loss(trainer, None, inputs)
+
+
+def test_trls_evaluation_counts_no_accumulation_steps_and_logs_by_itself(with_trl: None) -> None:
+    trainer, inputs, log_prob = record.trl_stand_in("grpo")
+    entropy = torch.arange(1.0, log_prob.numel() + 1).view_as(log_prob)
+    trainer._get_per_token_logps_and_entropies = lambda *a, **k: (log_prob, entropy, None)
+    trainer._metrics["eval"] = defaultdict(list)
+    compute = trl.policy_loss_trainer("ppo")._compute_loss
+    trained = compute(trainer, None, inputs)
+    trainer.model.training = False
+    evaluated = compute(trainer, None, inputs)
+    assert evaluated.item() == pytest.approx(trainer.current_gradient_accumulation_steps * trained.item())
+    mean = entropy[record.recorded_batch()["response_mask"]].mean().item()
+    for mode in ("train", "eval"):
+        assert trainer._metrics[mode]["entropy"] == [pytest.approx(mean)], mode
+    trainer.loss_type = "grpoo"
+    with pytest.raises(InvalidInputError, match="TRL's loss_type 'grpoo' is not supported"):
+        compute(trainer, None, inputs)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -61,6 +61,7 @@ def test_a_run_ends_after_a_number_of_updates_or_with_a_file() -> None:
     assert (by_number.until, by_file.until) == (Until(updates=40), Until(file=Path("/shared/off")))
     assert by_number.in_common() != by_file.in_common()
     assert settings_from_mapping({"until": 40}).until == by_number.until
+    assert settings_from_mapping({"until": 0}).until == Until(updates=0), "off from the start"
     for wrong in (-1, True, ""):
         with pytest.raises(InvalidInputError, match="`until` must be a number of updates"):
             settings_from_mapping({"until": wrong})
@@ -124,6 +125,18 @@ def test_a_router_shift_that_would_weigh_nothing_is_refused_before_any_rollout()
     ):
         with patch.dict(os.environ, {"MOE_RL_ROUTER_SHIFT": "0.8"}), pytest.raises(InvalidInputError, match=sentence):
             replace(WORKER).init(SimpleNamespace(use_rollout_logprobs=True, **args))
+
+
+def test_ranks_have_all_in_common_but_paths_and_ports() -> None:
+    base = Settings(balancer=BalancerConfig())
+    for change in (
+        *({"strict": True}, {"check": True}, {"telemetry": True}, {"router_shift": 0.8}),
+        *({"record": Path("a")}, {"plans": Path("a")}, {"until": Until(updates=3)}, {"given": frozenset({"pack"})}),
+    ):
+        assert replace(base, **change).in_common() != base.in_common(), change
+    of_host: dict[str, Any] = {"record": Path("a"), "plans": Path("a"), "until": Until(file=Path("a"))}
+    of_another = dict.fromkeys(("record", "plans"), Path("b")) | {"until": Until(file=Path("b")), "prometheus": 9400}
+    assert replace(base, **of_host).in_common() == replace(base, **of_another).in_common()
 
 
 def test_nothing_set_is_off() -> None:

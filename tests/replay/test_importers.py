@@ -387,6 +387,17 @@ def test_slime_folders_are_read_in_the_order_of_rollouts(tmp_path: Path) -> None
         assert_routes(source.load(number), rollout)
 
 
+def test_slime_files_that_are_not_there_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidInputError, match=r"empty does not contain any .pt file"):
+        open_source(tmp_path / "empty", format="slime")
+    rollout = make_rollout(lengths=(5, 2))
+    torch.save({"rollout_id": 3, "samples": producers.slime_samples(rollout.sequences)}, tmp_path / "3.pt")
+    for layout, message in (("absent", "absent does not exist"), ("empty", "empty does not contain 3.pt")):
+        with pytest.raises(InvalidInputError, match=message):
+            open_source(tmp_path / "3.pt", options=rollout.options(layout_path=tmp_path / layout))
+
+
 def test_miles_surplus_rows_and_missing_rows_have_no_route(tmp_path: Path) -> None:
     rollout = make_rollout(lengths=(5,))
     samples = producers.slime_samples(rollout.sequences)
@@ -481,6 +492,8 @@ def test_megatron_numbers_its_layers_so_dense_ones_are_the_models(tmp_path: Path
     source = open_source(tmp_path, options=ImportOptions(num_experts=32, first_k_dense=1))
     assert source.moe_layer_ids == (1, 2, 3)
     np.testing.assert_array_equal(source.load(0).routed_experts, np.concatenate(rollout.sequences))
+    alone = open_source(tmp_path / "router_trace_rank0.jsonl", options=ImportOptions(num_experts=32))
+    assert (alone.format, alone.steps) == ("megatron", (0, 1))
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -544,6 +557,63 @@ def test_megatron_pipeline_stages_are_joined(tmp_path: Path) -> None:
     assert trace.moe_layer_ids == (0, 1, 2, 3)
     assert set(trace.dp_rank.tolist()) == {0}
     np.testing.assert_array_equal(trace.routed_experts, np.concatenate(rollout.sequences))
+
+
+def test_megatron_ranks_are_ordered_by_their_number_and_those_of_a_stage_follow_each_other(tmp_path: Path) -> None:
+    """Twelve ranks in two stages: rank 10 is the fifth of the second stage, whatever its name sorts as."""
+    rollout = make_rollout(lengths=(2, 3, 4, 5, 6, 7), layers=4)
+    for rank in range(12):
+        half = slice(0, 2) if rank < 6 else slice(2, 4)
+        records = producers.megatron_records(rollout.sequences[rank % 6][:, half], step=0, rank=rank)
+        producers.write_json_lines(tmp_path / f"router_trace_rank{rank}.jsonl", records)
+    trace = open_source(tmp_path, options=ImportOptions(num_experts=32, pipeline_size=2)).load()
+    assert trace.dp_rank.tolist() == list(range(6))
+    np.testing.assert_array_equal(trace.routed_experts, np.concatenate(rollout.sequences))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda first, second: first[0].pop("topk"), "lacks topk"),
+        (lambda first, second: first[0].update(num_tokens=5), r"of shape \[5, 2\], got int64 \[4, 2\]"),
+        (lambda first, second: first[0].update(top_indices=[[0.5, 1]] * 4), r"of shape \[4, 2\], got float64"),
+        (lambda first, second: [of_rank.reverse() for of_rank in (first, second)], "has step 0 after step 1"),
+        (lambda first, second: [each.update(step=-1) for each in first[:4]], "has step -1"),
+        (lambda first, second: first.pop(3), "layers have different numbers of micro-batches"),
+        (lambda first, second: [second.pop(2) for _ in range(2)], "stages recorded different numbers of micro-batches"),
+        (
+            lambda first, second: [each.update(num_tokens=3, top_indices=[[0, 1]] * 3) for each in second[2:4]],
+            "micro-batch 1: the layers differ in the number of tokens",
+        ),
+    ],
+)
+def test_megatron_files_that_contradict_themselves_are_refused(
+    tmp_path: Path, change: Callable[[list[dict[str, Any]], list[dict[str, Any]]], object], message: str
+) -> None:
+    """Two stages of two layers each, in two steps of two micro-batches."""
+    rollout = make_rollout(lengths=(4, 6), layers=4, top_k=2)
+    of_ranks = [
+        [
+            record
+            for step in (0, 1)
+            for ids in rollout.sequences
+            for record in producers.megatron_records(ids[:, half], step=step, rank=rank)
+        ]
+        for rank, half in enumerate((slice(0, 2), slice(2, 4)))
+    ]
+    change(*of_ranks)
+    for rank, records in enumerate(of_ranks):
+        producers.write_json_lines(tmp_path / f"router_trace_rank{rank}.jsonl", records)
+    with pytest.raises(InvalidInputError, match=message):
+        open_source(tmp_path, options=ImportOptions(num_experts=32, pipeline_size=2))
+
+
+def test_megatron_folders_that_do_not_hold_the_files_of_all_stages_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="does not contain any file named router_trace_rank"):
+        open_source(tmp_path, format="megatron")
+    write_megatron(tmp_path, make_rollout(lengths=(4, 6, 3)), 3, recompute=list)
+    with pytest.raises(InvalidInputError, match=r"files of 3 ranks, .* number of pipeline stages \(2\)"):
+        open_source(tmp_path, options=ImportOptions(num_experts=32, pipeline_size=2))
 
 
 def test_megatron_files_cut_short_are_refused(tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ Tables = dict[int, list[NDArray[np.integer]]]
 
 
 def _recognizes(path: Path) -> bool:
-    return any('"top_indices"' in json_head(file) for file in _files(path)[:1])
+    files = _files(path)
+    return bool(files) and '"top_indices"' in json_head(files[0])
 
 
 def _files(path: Path) -> list[Path]:
@@ -42,15 +43,9 @@ def _files(path: Path) -> list[Path]:
         if path.suffix != ".jsonl":
             return []
         return [path]
-    files = [file for file in path.glob("router_trace_rank*.jsonl") if FILE_NAME.fullmatch(file.name)]
-    return sorted(files, key=_rank)
-
-
-def _rank(file: Path) -> int:
-    match = FILE_NAME.fullmatch(file.name)
-    if not match:
-        return 0
-    return int(match.group(1))
+    files = path.glob("router_trace_rank*.jsonl")
+    ranks = [(int(match.group(1)), file) for file in files if (match := FILE_NAME.fullmatch(file.name))]
+    return [file for _, file in sorted(ranks)]
 
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:

@@ -63,7 +63,6 @@ def policy_loss_trainer(
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             objective_of(self, rule, options)
-            self._tap = None
             if floor:
                 self._tap = RouterTap(self.accelerator.unwrap_model(self.model), word=WORD)
 
@@ -225,9 +224,9 @@ def _clip_ratios(trainer: Any, rule: Objective, tokens: PolicyTokenLoss, advanta
     low, high, region = (totals[:3] / totals[3].clamp(min=1.0)).tolist()
     if rule.name == "cispo":
         return {"cispo_clip_ratio": high}
-    every = trainer.accelerator.gather(per_sequence[:2].T.contiguous())
-    ratios = {"low_mean": low, "high_mean": high, "region_mean": region, "low_min": float(every[:, 0].min())}
-    return {f"clip_ratio/{name}": value for name, value in (ratios | {"high_max": float(every[:, 1].max())}).items()}
+    losses, gains = trainer.accelerator.gather(per_sequence[:2].T.contiguous()).unbind(dim=1)
+    ratios = {"low_mean": low, "high_mean": high, "region_mean": region, "low_min": float(losses.min())}
+    return {f"clip_ratio/{name}": value for name, value in (ratios | {"high_max": float(gains.max())}).items()}
 
 
 def _divided(trainer: Any, loss: Tensor, mask: Tensor, inputs: Mapping[str, Any], mode: str) -> Tensor:

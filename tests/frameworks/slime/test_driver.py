@@ -21,7 +21,7 @@ from moe_rl.core.native import native_core
 from moe_rl.core.plan_file import load_plan
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.frameworks.routes import of_moe_layers, with_missing_last_rows
+from moe_rl.frameworks.routes import of_moe_layers, signed, with_missing_last_rows
 from moe_rl.frameworks.slime import driver as slime
 from moe_rl.simulators.setting import StepSetting
 
@@ -191,10 +191,23 @@ def test_routes_of_all_layers_are_cut_to_moe_layers_and_others_refused() -> None
     with pytest.raises(InvalidInputError, match="from another model: they have 4 layers and top-2"):
         of_moe_layers(np.zeros((5, 4, 2), int), MODEL)
     assert of_moe_layers(np.zeros((0, 3, 2), int), MODEL).shape == (0, 2, 2)
+    assert np.array_equal(of_moe_layers(routes[4], MODEL), routes[4, 1:]), "of one token"
+    with pytest.raises(InvalidInputError, match=r"must have shape \[..., layers, top-k\], got \[3\]"):
+        of_moe_layers(np.zeros(3, int), MODEL)
+
+
+@pytest.mark.parametrize("kind", ["i1", "i2", "i4", "i8", "u1", "u2"])
+def test_ids_lie_as_they_are_where_their_type_holds_minus_one(kind: str) -> None:
+    highest = 2 ** (8 * int(kind[1]) - (kind[0] == "i")) - 1
+    ids = np.array([0, highest], kind)
+    held = signed(ids)
+    assert (held is ids) == (kind[0] == "i")
+    assert (held.dtype.kind, held.tolist()) == ("i", [0, highest])
 
 
 def test_a_missing_last_row_is_unknown() -> None:
     routes = np.array([[[0, 0]], [[0, 1]], [[3, 0]]])
     assert with_missing_last_rows(routes, 4)[3].tolist() == [[-1, -1]]
+    assert with_missing_last_rows(routes, 3).tolist() == routes.tolist(), "none is missing"
     with pytest.raises(InvalidInputError, match="routes for 3 tokens, but the batch has only 2"):
         with_missing_last_rows(routes, 2)
