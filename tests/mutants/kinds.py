@@ -129,7 +129,7 @@ def off_by_one(source: Source) -> Iterator[Edit]:
 def wrong_group(source: Source) -> Iterator[Edit]:
     """Yield edits by which a collective is one of another group, or of the whole run."""
     for node in source.nodes():
-        for keyword in node.keywords if isinstance(node, ast.Call) and _has_ranks(source.of(node.func)) else ():
+        for keyword in node.keywords if isinstance(node, ast.Call) and _has_ranks(source, node.func) else ():
             if keyword.arg == "group" and not isinstance(keyword.value, ast.Constant):
                 yield source.edit("wrong group", keyword.value, "None")
         if isinstance(node, ast.Attribute) and node.attr in ("gather_in_run", "gather_in_grid", "gather_over_groups"):
@@ -138,12 +138,14 @@ def wrong_group(source: Source) -> Iterator[Edit]:
             yield source.edit("wrong group", node, f"{source.of(node.value)}.get_expert_data_parallel_group")
 
 
-def _has_ranks(function: str) -> bool:
+def _has_ranks(source: Source, function: ast.AST) -> bool:
     """Return whether the `group` of a call is one of ranks: of a collective, or of what is made to call them.
 
-    Elsewhere it is a group of samples, or the number of one.
+    Elsewhere it is a group of samples, or the number of one; so it is in every module that knows no `torch`.
     """
-    return function.startswith(("dist.", "torch.distributed.")) or function.rpartition(".")[2][:1].isupper()
+    name = source.of(function)
+    is_made = name.rpartition(".")[2][:1].isupper() and "torch" in source.text
+    return name.startswith(("dist.", "torch.distributed.")) or is_made
 
 
 def missing_wait(source: Source) -> Iterator[Edit]:

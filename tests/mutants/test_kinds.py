@@ -101,9 +101,9 @@ if isinstance(a, Layer) and get_tensor_model_parallel_world_size() > 1 and same_
     sentence += f"{name} is set"
 """
     assert {edit.kind for edit in kinds.edits_of(same)} == {"other branch"}
-    samples = "read(name, group=group)\n"
+    samples = "read(name, group=group)\nRecordedSequence(group=group)\n"
     assert not kinds.edits_of(samples)
-    assert kinds.edits_of("dist.all_reduce(rows, group=group)\nTransport(group=group)\n")
+    assert len(kinds.edits_of("import torch\ndist.all_reduce(rows, group=group)\nTransport(group=group)\n")) == 2
 
 
 def test_an_edit_is_reached_by_the_lines_of_its_own_statement(kinds) -> None:  # type: ignore[no-untyped-def]
