@@ -64,7 +64,7 @@ def test_the_headline_has_the_interval_of_drawn_batches_and_the_step_of_rl() -> 
     said = headline(report(*policies, speedups=(1.33, 1.31, 1.36), rl=rl_gain()))
     assert said.lines == (
         "An RL step is 1.06x to 1.08x as fast with moe-rl as with static placement, saving 6.5% (25 of 384 GPU "
-        "hours a day). Its largest parts are rollout 50%, update 40%, weight sync 10%.",
+        "hours a day). With static placement, its largest parts are rollout 50%, update 40%, weight sync 10%.",
         "moe-rl makes this update 1.31x to 1.36x as fast as static placement.",
     )
 
