@@ -2,28 +2,37 @@
 
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from strategies import model_spec
 
+from moe_rl.balancing import schedule as schedule_module
 from moe_rl.balancing.config import BalancerConfig
 from moe_rl.balancing.loads import count_routes
 from moe_rl.balancing.schedule import (
     cluster_topology,
+    home_experts,
     layout_of_schedule,
+    pack_schedule,
     plan_from_schedule,
     plan_of_load,
+    step_setting,
 )
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.placement import ExpertPlacement
+from moe_rl.core.step_words import Dispatcher
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.planner.base import PLACEMENT
+from moe_rl.planner.base import COPIES, PLACEMENT, Levers, PlanProblem
 from moe_rl.planner.registry import POLICIES
 from moe_rl.replay.sequences import count_sequences
+from moe_rl.simulators.setting import StepSetting
 
 MODEL = model_spec(num_experts=8, num_layers=2, top_k=2)
 SCHEDULE = [[[0, 2], [4], []], [[5], [1, 3], [6]]]
@@ -164,3 +173,98 @@ def test_the_layout_of_a_schedule_is_fixed_and_checked() -> None:
     assert isinstance(layout, BatchLayout)
     assert layout.fixed
     assert layout.micro_batch.tolist() == [1, 0]
+
+
+def asked_of_policy(
+    monkeypatch: pytest.MonkeyPatch, *, may: Levers, **words: Any
+) -> tuple[PlanProblem, Levers, dict[str, Any]]:
+    """Return the problem, the levers and the parameters that a policy gets of a run with these settings."""
+    occurs = load(np.random.default_rng(0))
+    config = BalancerConfig(**({"policy": "moe-rl", "ranks_per_node": 2} | words))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            schedule_module,
+            "make_planner",
+            lambda policy, **parameters: SimpleNamespace(plan=lambda problem, may: (problem, may, parameters)),
+        )
+        asked: Any = plan_of_load(
+            occurs, config=config, model=MODEL, topology=cluster_topology(config, ep_size=4), may=may
+        )
+    return asked
+
+
+@pytest.mark.parametrize("reorders", [False, True])
+@pytest.mark.parametrize("may", [COPIES, PLACEMENT])
+def test_a_move_pays_for_the_way_home_and_back_in_every_export(
+    reorders: bool, may: Levers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What moves is the whole state; an export brings the weights alone, in BF16, there and back."""
+    problem, _, _ = asked_of_policy(monkeypatch, may=may, reorders=reorders)
+    state, exported = MODEL.expert_state_bytes, 2 * 2 * MODEL.expert_params if reorders and may.move_homes else 0
+    hardware = cluster_topology(config("moe-rl"), ep_size=4).hardware
+    for link in ("rdma_gb_per_s", "nvlink_p2p_gb_per_s"):
+        rate, as_stated = getattr(problem.topology.hardware, link), getattr(hardware, link)
+        assert state / rate == pytest.approx((state + exported) / as_stated)
+
+
+def test_homes_alone_are_judged_on_all_steps_that_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = [
+        asked_of_policy(monkeypatch, may=may, steps_served=5, history_steps=2)[0].steps_served
+        for may in (COPIES, PLACEMENT)
+    ]
+    assert served == [1, 5]
+
+
+def test_buffers_of_one_size_are_said_to_the_policy_that_packs_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    packing = replace(COPIES, pack=True)
+    for policy, may, static in (
+        ("moe-rl", packing, True),
+        ("moe-rl", packing, False),
+        ("moe-rl", COPIES, True),
+        ("ultraep", packing, True),
+    ):
+        words = {"policy": policy, "experts": "grouped", "static_rows": static}
+        parameters = asked_of_policy(monkeypatch, may=may, **words)[2]
+        assert parameters == ({"static_buffers": True} if (policy, may, static) == ("moe-rl", packing, True) else {})
+
+
+def test_what_an_engine_copies_inside_a_domain_is_priced_and_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {"domain_balance": "engine:ultraep", "replica_slots": 0, "cross_node_slots": 1}
+    problem, may, _ = asked_of_policy(monkeypatch, may=COPIES, **words)
+    assert (problem.replica_slots, may.replicate) == (1, False)
+    problem, may, _ = asked_of_policy(monkeypatch, may=COPIES, replica_slots=2)
+    assert (problem.replica_slots, may.replicate) == (2, True)
+
+
+def test_the_configurations_dispatcher_goes_before_the_frameworks() -> None:
+    of_framework = StepSetting(dispatcher=Dispatcher("alltoall"))
+    for configured, expected in ((None, "alltoall"), ("deepep", "deepep")):
+        setting = step_setting(BalancerConfig(dispatcher=configured), of_framework, forward_only=True)
+        assert (setting.dispatcher, setting.forward_only) == (Dispatcher(expected), True)
+    assert step_setting(BalancerConfig(), forward_only=False) == replace(StepSetting(), forward_only=False)
+
+
+def test_home_slots_stand_first_in_every_rank() -> None:
+    placement = ExpertPlacement.from_home_rank(np.array([[1, 0, 1, 0]]), ep_size=2, spare_slots=1)
+    assert home_experts(placement).tolist() == [[1, 3, 0, 2]]
+    turned = placement.physical_to_logical_map[:, [2, 0, 1, 3, 4, 5]]
+    with pytest.raises(InvalidInputError, match="the first 2 slots of every rank must contain its 2 home experts"):
+        home_experts(replace(placement, physical_to_logical_map=turned))
+
+
+def test_a_micro_batch_may_have_as_many_tokens_as_its_budget(
+    rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two nodes of two ranks; of each rank's two micro-batches one has all samples of the first node's experts."""
+    low, high = (np.tile([first, first + 1], (10, 2, 1)) for first in (0, 6))
+    routes, schedule = [low, low, high, high] * 2, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    given: dict[str, Any] = {"config": config("moe-rl").with_words(replica_slots=2), "model": MODEL}
+    topology = cluster_topology(given["config"], ep_size=4, slices_per_dp_rank=2)
+    packed = pack_schedule(routes, schedule, token_budget=20, topology=topology, **given)
+    assert packed != schedule
+    assert [[sorted(index % 4 // 2 for index in batch) for batch in batches] for batches in packed] == [
+        [[0, 1]] * 2
+    ] * 2
+    assert not caplog.records
+    assert pack_schedule(routes, schedule, token_budget=19, topology=topology, **given) == schedule
+    assert "20 tokens, more than its budget of 19" in caplog.text
