@@ -23,6 +23,7 @@ from moe_rl.frameworks.slime import losses as slime
 from moe_rl.frameworks.trl import losses as trl
 from moe_rl.frameworks.verl import losses as verl
 from moe_rl.importance import PolicyLossInputs, RouterShiftUse, policy_loss
+from moe_rl.importance.objectives import OBJECTIVES
 from tests.frameworks import record_losses as record
 
 DOCUMENT = json.loads(record.FILE.read_text())
@@ -228,6 +229,27 @@ def test_verl_takes_the_global_batch_the_router_shift_and_options() -> None:
     assert "moe_rl_decoupled_ppo" not in known
     with pytest.raises(InvalidInputError, match="unknown objective 'gspoo'"):
         verl.policy_losses(options={"gspoo": {}})
+
+
+@pytest.mark.parametrize("name", ["grpo", "luspo", "prime_rl", "topr"])
+def test_what_verl_does_not_have_is_aggregated_in_its_own_way_unless_asked_for_another(name: str) -> None:
+    b, log_prob = batch()
+    call = {name: b[name] for name in ("old_log_prob", "advantages", "response_mask")} | {"log_prob": log_prob}
+    own, loss = OBJECTIVES[name].default_loss_agg_mode, verl.policy_losses()[f"moe_rl_{name}"]
+    for asked, mode in (("token-mean", own), *((each, each) for each in ("seq-mean-token-sum", "seq-mean-token-mean"))):
+        expected = policy_loss(PolicyLossInputs(**call), objective=name, loss_agg_mode=mode)
+        assert loss(loss_agg_mode=asked, **call)[0].item() == pytest.approx(expected.loss.item()), asked
+
+
+def test_verls_constant_divides_without_the_sizes_of_a_global_batch() -> None:
+    b, log_prob = batch()
+    call = {name: b[name] for name in ("old_log_prob", "advantages", "response_mask")} | {"log_prob": log_prob}
+    loss = verl.policy_losses()["moe_rl_ppo"]
+    undivided = loss(loss_agg_mode="seq-mean-token-sum", config=SimpleNamespace(clip_ratio=0.2), **call)[0].item()
+    for info, divisor in (({}, max(record.LENGTHS)), ({"loss_scale_factor": 32}, 32)):
+        config = SimpleNamespace(clip_ratio=0.2, global_batch_info=info)
+        divided = loss(loss_agg_mode="seq-mean-token-sum-norm", config=config, **call)[0].item()
+        assert divided == pytest.approx(undivided / divisor), info
 
 
 # TRL
