@@ -440,6 +440,12 @@ def _is_path(name: str) -> bool:
 
 
 @functools.cache
+def listed_names() -> dict[str, str]:
+    """Return the listed model, as `--model` takes it, by every lower-case name: its own and its Hugging Face ids."""
+    models = _models_by_name()
+    return {name: stem for stem in model_names() for name, file in models.items() if file is models[stem]}
+
+
 def _models_by_name() -> dict[str, _Model]:
     """Return every model file by its lower-case names: file name, own name and Hugging Face ids."""
     models = {}

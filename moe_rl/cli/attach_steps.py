@@ -22,6 +22,7 @@ SWITCH_OFF = {
     "across": "off: MOE_RL_CROSS_NODE_SLOTS=0, MOE_RL_RESIDENT_SLOTS=0",
     "moves": "off: MOE_RL_REORDERS=false",
     "packing": "off: MOE_RL_PACK=false",
+    "fitting": "off: MOE_RL_FIT_MICRO_BATCHES=false",
 }
 SWITCH_ON = {
     "replicas": "BalancerConfig(replica_slots=1), the default",
@@ -30,13 +31,12 @@ SWITCH_ON = {
 }
 SWITCHES = {True: SWITCH_OFF, False: SWITCH_ON}
 """By whether `MOE_RL` switches moe_rl on."""
+PREFIXES = {"verl": "actor/"}
+"""What a framework's log puts before the names of metrics."""
 NODE = 8  # GPUs of a node where the files do not say.
 MATRICES = 3  # Of a gated expert: gate, up, down.
 SLOT_BYTES = 2 + 4  # Per weight: bf16, and the fp32 gradient that is received in the same slot.
 MIB = 2**20
-OTHER_MEMORY = (
-    "not included: two NCCL groups, and up to 1 GiB while experts move (reorder_scratch_bytes, docs/megatron.md)"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,8 @@ def steps_to_attach(run: ReadRun, errors: Sequence[Finding] = ()) -> tuple[Step,
     return (
         *repairs,
         Step(title="write", sentences=tuple(_lines(run))),
-        Step(title="changes", sentences=tuple(_levers(run.settings))),
-        Step(title="memory", sentences=(_memory(run.settings), OTHER_MEMORY)),
+        Step(title="changes", sentences=tuple(_levers(run))),
+        Step(title="memory", sentences=(_memory(run.settings), _other_memory(run.settings))),
         Step(title="look first", sentences=(_look(run.settings),)),
         Step(title="undo", sentences=(_undo(run.settings),)),
     )
@@ -97,8 +97,9 @@ def _lines(run: ReadRun) -> Iterator[str]:
             yield f"{line}   (in the environment of every worker)"
 
 
-def _levers(settings: RunSettings) -> Iterator[str]:
+def _levers(run: ReadRun) -> Iterator[str]:
     """Yield what moe_rl does in this run: by itself under `MOE_RL`, as `BalancerConfig` says in a loop of its own."""
+    settings = run.settings
     by_variable = settings.framework in BY_VARIABLE
     switches = SWITCHES[by_variable]
     yield f"hot experts get replicas on other ranks of their node for one micro-batch ({switches['replicas']})"
@@ -115,7 +116,23 @@ def _levers(settings: RunSettings) -> Iterator[str]:
         yield f"experts also get replicas across nodes, some for a whole update: {spans} ({switches['across']})"
     yield f"experts move between updates if that saves more time than it costs ({switches['moves']})"
     if by_variable:
-        yield f"sequences may change micro-batches if the run packs them by tokens ({switches['packing']})"
+        yield from _batch_levers(run)
+
+
+def _batch_levers(run: ReadRun) -> Iterator[str]:
+    """Yield what moe_rl does to micro-batches of a token budget; nothing where the files switch the budget off."""
+    packing, used = SWITCH_OFF["packing"], run.batch.budget_is_used
+    if used:
+        yield f"samples change their data-parallel rank and micro-batch, because the run packs by tokens ({packing})"
+    elif used is None:
+        yield f"sequences may change micro-batches if the run packs them by tokens ({packing})"
+    if run.settings.framework == "verl" and used != 0:
+        budget = run.batch.tokens_per_gpu
+        tokens = "" if budget is None else f" of {budget:,} tokens per GPU"
+        yield (
+            f"micro-batches{tokens} may shrink if the memory forecast says that they do not fit, which can slow the "
+            f"run ({SWITCH_OFF['fitting']})"
+        )
 
 
 def _ranks_of_ep_group(settings: RunSettings) -> int | None:
@@ -155,6 +172,16 @@ def _memory(settings: RunSettings) -> str:
     return f"{size:,.0f} MiB per GPU: {slots} for an expert of {hidden:,} x {ffn:,}{stay}"
 
 
+def _other_memory(settings: RunSettings) -> str:
+    """Return what is not in the slots; state on the host travels from a copy on the GPU, of the same size again."""
+    offload = settings.optimizer_cpu_offload
+    gib, why = (2, f", with {offload}") if offload else (1, "")
+    return (
+        f"not included: two NCCL groups, and up to {gib} GiB while experts move (reorder_scratch_bytes, "
+        f"docs/megatron.md{why})"
+    )
+
+
 def _widths(settings: RunSettings) -> tuple[int, int] | None:
     """Return the widths of the model and of an expert, from the files or from a model that `moe-rl models` lists."""
     hidden, ffn = settings.value_of("hidden_size"), settings.value_of("moe_ffn_hidden_size")
@@ -170,11 +197,13 @@ def _widths(settings: RunSettings) -> tuple[int, int] | None:
 def _look(settings: RunSettings) -> str:
     """Return what a run that only observes shows."""
     switch, then = "BalancerConfig(observe=True)", "remove `observe=True`"
+    prefix = PREFIXES.get(settings.framework, "")
     if settings.framework in BY_VARIABLE:
         switch, then = "MOE_RL=observe", "replace `observe` with `moe-rl`"
     return (
-        f"with {switch}, nothing moves. For a few updates, compare moe_rl/imbalance with moe_rl/would_be_imbalance, "
-        f"and moe_rl/moe_layer_s with moe_rl/would_be_moe_layer_s (simulated). Then {then}"
+        f"with {switch}, nothing moves. For a few updates, compare {prefix}moe_rl/imbalance with "
+        f"{prefix}moe_rl/would_be_imbalance, and {prefix}moe_rl/moe_layer_s with {prefix}moe_rl/would_be_moe_layer_s "
+        f"(simulated). Then {then}"
     )
 
 

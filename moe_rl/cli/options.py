@@ -44,7 +44,7 @@ def with_options(schema: type[Options]) -> Callable[[Callable[..., None]], Calla
             below: dict[str, Any] = {}
             try:
                 if launch and issubclass(schema, SimulationOptions):
-                    below = _launched(launch, schema, settings, config)
+                    below = _launched(launch, schema, settings, config, has_trace=values.get("trace") is not None)
                 below = {name: value for name, value in below.items() if not typed & REPLACED_BY.get(name, set())}
                 options = merge_options(schema, settings, config, below=below)
             except InvalidInputError as error:
@@ -89,14 +89,19 @@ def _help_all(schema: type[SimulationOptions]) -> inspect.Parameter:
 
 
 def _launched(
-    files: list[Path], schema: type[SimulationOptions], typed: Mapping[str, Any], config: Path | None
+    files: list[Path],
+    schema: type[SimulationOptions],
+    typed: Mapping[str, Any],
+    config: Path | None,
+    *,
+    has_trace: bool,
 ) -> dict[str, Any]:
     # The doctor is read where it is asked for alone: a simulation starts without it.
     from moe_rl.study.launch import OF_SHARE, launch_options
 
     sizes = merge_options(schema, {name: typed[name] for name in OF_SHARE}, config).parallel
     stated = {name: getattr(sizes, name) for name in OF_SHARE if name in sizes.model_fields_set}
-    options, sentences = launch_options(files, schema, stated=stated)
+    options, sentences = launch_options(files, schema, stated=stated, has_trace=has_trace)
     say_notes(sentences)
     return options
 

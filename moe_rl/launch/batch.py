@@ -37,11 +37,24 @@ class BatchFacts:
     """GPUs of the trainer, where the files say their number in one; else nodes times GPUs of a node."""
     engine_size: int | None = None
     """GPUs of one rollout engine."""
+    kl_in_loss: int | None = None
+    """1 where the loss has a term of the distance from a reference policy, 0 where it has none."""
+    kl_in_reward: int | None = None
+    """The same of the reward."""
 
     @property
     def gpus(self) -> int | None:
         """GPUs of the trainer."""
         return self.trainer_gpus or _product(self.nodes, self.gpus_per_node)
+
+    @property
+    def reference_passes(self) -> int | None:
+        """Forward passes of a reference policy in a step of RL: one, if loss or reward needs it."""
+        if self.kl_in_loss or self.kl_in_reward:
+            return 1
+        if self.kl_in_loss is None or self.kl_in_reward is None:
+            return None
+        return 0
 
     @property
     def samples(self) -> int | None:
@@ -70,10 +83,13 @@ def _product(factor: int | None, other: int | None) -> int | None:
     return factor * other
 
 
-def read_batch(raw: RawRun, keys: BatchKeys) -> BatchFacts:
-    """Return what the files say under the keys of a framework (`batch` in its settings.yaml)."""
+def read_batch(raw: RawRun, keys: BatchKeys, defaults: Mapping[str, int]) -> BatchFacts:
+    """Return what the files say under the keys of a framework (`batch` in its settings.yaml).
+
+    `defaults` hold where the files set none of the keys.
+    """
     values = {entry.key: None if entry.missing else entry.value for entry in raw.entries}
-    numbers_by_name: dict[str, int] = {}
+    numbers_by_name = {name: number for name, number in defaults.items() if not values.keys() & set(keys[name])}
     for item in fields(BatchFacts):
         for key in keys.get(item.name, ()):
             number = _number(values.get(key))

@@ -65,6 +65,8 @@ class Reader:
     """Whether only the verdict is given: nobody has checked which traps its own code avoids."""
     batch: BatchKeys = field(default_factory=dict)
     """Keys that say how large the run's batches are, by what they hold (`moe_rl.launch.batch`)."""
+    batch_defaults: Mapping[str, int] = field(default_factory=dict)
+    """What holds of a batch where the files set none of its keys."""
     trainer_gpus: Callable[[RawRun], int | None] = lambda raw: None
     """GPUs of the trainer, if the files say them in words of the framework's own and not as nodes of so many."""
     remarks: Callable[[RawRun], tuple[str, ...]] = lambda raw: ()
@@ -126,7 +128,7 @@ class Reader:
         )
 
     def _batch_of(self, raw: RawRun) -> BatchFacts:
-        gpus, batch = self.trainer_gpus(raw), read_batch(raw, self.batch)
+        gpus, batch = self.trainer_gpus(raw), read_batch(raw, self.batch, self.batch_defaults)
         return batch if gpus is None else replace(batch, trainer_gpus=gpus)
 
 
@@ -233,12 +235,15 @@ def last_value(raw: RawRun, key: str) -> object:
 def listed_name(text: str) -> str:
     """Return the listed model that a Hugging Face id or a path names; empty if moe_rl lists none of that name.
 
-    Example: `Qwen/Qwen3-30B-A3B` on the hub and `/models/Qwen3-30B-A3B/` on a disk are both qwen3-30b-a3b.
+    Example: `Qwen/Qwen3-30B-A3B-Base` on the hub and `/models/Qwen3-30B-A3B/` on a disk are both qwen3-30b-a3b.
     """
-    from moe_rl.config import model_names  # numpy, which no help of a command waits for
+    from moe_rl.config import listed_names  # numpy, which no help of a command waits for
 
-    candidates = {text.lower(), PurePath(text).name.lower()}
-    return next((name for name in model_names() if name in candidates), "")
+    own_name = PurePath(text).name.lower()
+    for name, listed in listed_names().items():
+        if name == text.lower() or PurePath(name).name == own_name:
+            return listed
+    return ""
 
 
 def with_model(settings: Known, raw: RawRun, key: str) -> Known:

@@ -50,7 +50,11 @@ OTHER_NAME = {"fp8": "fp8_format", "virtual_pipeline_model_parallel_size": "num_
 
 
 def launch_options(
-    files: Sequence[Path], schema: type[SimulationOptions] = SimulationOptions, *, stated: Mapping[str, Any] = NOTHING
+    files: Sequence[Path],
+    schema: type[SimulationOptions] = SimulationOptions,
+    *,
+    stated: Mapping[str, Any] = NOTHING,
+    has_trace: bool = True,
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the options that the run's files set, and notes that say which were read and which could not be.
 
@@ -59,11 +63,14 @@ def launch_options(
 
     Of the run's batch, a simulation gets the part of its own GPUs: `gpus` of the `stated` options (--gpus), else as few
     EP groups as hold whole data-parallel ranks, of the sizes that are stated (`OF_SHARE`) or else the files'. A layout
-    search gets the whole batch.
+    search gets the whole batch. Without a trace, the model is the one that the files name.
     """
     run = interpret(read_run(list(files)))
     share = 1.0 if schema.of_all_gpus else _simulated_share(run, stated)
+    model = listed_model(run.settings)
     options_of_files = {**_options(run.settings), **_batch_options(run, share)}
+    if model and not has_trace:
+        options_of_files = {"model": model, **options_of_files}
     priced, left_out = _priced({name: value for name, value in options_of_files.items() if name in words_of(schema)})
     file_names = ", ".join(path.name for path in files)
     sentences = [f"{file_names} sets no option that affects the prediction."]
@@ -73,8 +80,7 @@ def launch_options(
         if name in SAME_NAME or name in OTHER_NAME:
             sentences.append(f"{file_names}: {sentence}")
     sentences += [f"{file_names}: {sentence}" for sentence in left_out]
-    model = listed_model(run.settings)
-    if model:
+    if model and has_trace:
         sentences.append(
             f"{file_names} trains {model}, but the model of the trace is simulated. To simulate {model}, set --model."
         )
@@ -136,7 +142,10 @@ def _batch_options(run: ReadRun, share: float | None) -> dict[str, Any]:
         batch_sizes["mini_batches"] = batch.samples // batch.update_samples
     if batch.update_samples and share is not None:
         batch_sizes["global_batch_size"] = max(1, round(batch.update_samples * share))
-    return {name: value for name, value in batch_sizes.items() if value}
+    options: dict[str, Any] = {name: value for name, value in batch_sizes.items() if value}
+    if batch.reference_passes is not None:
+        options["reference_passes"] = batch.reference_passes
+    return options
 
 
 def _sizes(settings: RunSettings) -> dict[str, int]:

@@ -94,3 +94,41 @@ def test_a_loop_that_observes_by_its_config_is_not_told_of_the_variable(tmp_path
     assert "with BalancerConfig(observe=True), nothing moves" in text
     assert "Then remove `observe=True`" in text
     assert "MOE_RL" not in text
+
+
+def verl(folder: Path, more: str) -> dict[str, str]:
+    path = folder / "run.sh"
+    path.write_text(f"python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.strategy=megatron {more}\n")
+    return sentences(path)
+
+
+DYNAMIC, BUDGET = "actor_rollout_ref.actor.use_dynamic_bsz", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+
+
+def test_what_happens_to_micro_batches_depends_on_a_token_budget(tmp_path: Path) -> None:
+    changes = verl(tmp_path, f"{DYNAMIC}=True {BUDGET}=30720")["changes"]
+    assert "samples change their data-parallel rank and micro-batch" in changes
+    assert "micro-batches of 30,720 tokens per GPU may shrink" in changes
+    assert "off: MOE_RL_FIT_MICRO_BATCHES=false" in changes
+    assert "if the run packs them by tokens" in verl(tmp_path, "")["changes"]
+    unpacked = verl(tmp_path, f"{DYNAMIC}=False")["changes"]
+    assert "MOE_RL_PACK" not in unpacked
+    assert "MOE_RL_FIT_MICRO_BATCHES" not in unpacked
+
+
+def test_metrics_have_the_names_of_the_frameworks_log(tmp_path: Path) -> None:
+    assert "compare actor/moe_rl/imbalance with actor/moe_rl/would_be_imbalance" in verl(tmp_path, "")["look first"]
+    assert "compare moe_rl/imbalance with moe_rl/would_be_imbalance" in sentences(SLIME)["look first"]
+
+
+def test_a_hub_id_of_a_listed_model_tells_the_size_of_an_expert(tmp_path: Path) -> None:
+    memory = verl(tmp_path, "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B-Base")["memory"]
+    assert memory.startswith("27 MiB per GPU: one slot for an expert of 2,048 x 768")
+
+
+def test_experts_take_twice_the_memory_on_their_way_from_the_host(tmp_path: Path) -> None:
+    """verl's own offload is over when experts move."""
+    own = "actor_rollout_ref.actor.megatron.optimizer_offload=True"
+    assert "up to 1 GiB while experts move" in verl(tmp_path, own)["memory"]
+    megatrons = "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True"
+    assert "up to 2 GiB while experts move" in verl(tmp_path, megatrons)["memory"]

@@ -224,6 +224,41 @@ def test_verls_offload_between_phases_is_not_megatrons_optimizer_on_the_host(
     assert launch_options([path])[0].get("optimizer_offload_fraction") == fraction
 
 
+USE_KL, KL_IN_REWARD = "actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward"
+
+
+@pytest.mark.parametrize(
+    ("more", "passes"),
+    [
+        ("", 0),
+        (f"{USE_KL}=False {KL_IN_REWARD}=False", 0),
+        (f"{USE_KL}=True", 1),
+        (f"{KL_IN_REWARD}=True", 1),
+        (f"{USE_KL}=$WITH_KL", None),
+        (f"{USE_KL}=$WITH_KL {KL_IN_REWARD}=True", 1),
+    ],
+)
+def test_a_reference_pass_is_counted_where_loss_or_reward_needs_it(
+    tmp_path: Path, more: str, passes: int | None
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(VERL.format(more=more))
+    assert launch_options([path], RlStepOptions)[0].get("reference_passes") == passes
+    assert "reference_passes" not in launch_options([path])[0]
+
+
+def test_without_a_trace_the_model_is_the_scripts(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(VERL.format(more="actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B-Base"))
+    found, notes = launch_options([path], RlStepOptions, has_trace=False)
+    assert found["model"] == "qwen3-30b-a3b"
+    assert not any("set --model" in note for note in notes)
+    assert "model" not in launch_options([path], RlStepOptions)[0]
+    ran = moe_rl("rl-step", "--launch", path, "--mean-length", 2000)
+    assert ran.code == 0, ran.err
+    assert "model qwen3-30b-a3b" in ran.err
+
+
 @pytest.mark.lengthy
 def test_typed_gpus_decide_the_batch_of_a_script(tmp_path: Path) -> None:
     path, trace = tmp_path / "run.sh", write_npz(tmp_path / "t.npz", sequences=40, tokens=300)

@@ -87,6 +87,7 @@ READER = Reader(
     title="verl",
     recognizes=_recognizes,
     batch=FACTS["batch"],
+    batch_defaults=FACTS["batch_defaults"],
     keys=KEYS,
     option=megatron.option_in(
         TRANSFORMER, ENGINE + "override_ddp_config.", ENGINE + "override_mcore_model_config.", OPTIMIZER, ENGINE
