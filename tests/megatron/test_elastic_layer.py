@@ -23,7 +23,16 @@ with warnings.catch_warnings():
 
     from moe_rl.balancing.clock import OUTSIDE
     from moe_rl.megatron import layer as layer_module
-    from moe_rl.megatron.layer import ElasticMoELayer, LayerState, _expert_order, elastic_spec, hook_entry
+    from moe_rl.megatron.layer import (
+        ElasticMoELayer,
+        LayerState,
+        _expert_order,
+        dispatcher_over_slots,
+        elastic_spec,
+        hook_entry,
+    )
+
+EXPERTS = 4
 
 
 class Layer:
@@ -397,3 +406,32 @@ def test_names_of_experts_are_neither_saved_nor_loaded_while_they_are_elsewhere(
                 call()
     layer.state.home_table, layer.module._elastic = object(), None  # type: ignore[assignment]
     layer.module.require_home("saved")
+
+
+class Dispatcher:
+    """A token dispatcher on EP rank 1 of 2, of which only the facts are known that another one is made from."""
+
+    def __init__(self, num_local: int, indices: list[int], *, config: Any, pg_collection: Any) -> None:
+        self.num_local, self.indices, self.config = num_local, indices, config
+        self.ep_size, self.ep_group = 2, pg_collection.ep
+        self.tp_group, self.tp_ep_group = pg_collection.expt_tp, pg_collection.tp_ep
+        self.shared_experts = None
+
+    def set_shared_experts(self, shared_experts: Any) -> None:
+        self.shared_experts = shared_experts
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_dispatcher_over_slots_is_megatrons_own_over_more_columns(overlap: bool) -> None:
+    config = SimpleNamespace(num_moe_experts=EXPERTS)
+    groups = SimpleNamespace(ep=SimpleNamespace(rank=lambda: 1), expt_tp="TP", tp_ep="TP and EP")
+    own = Dispatcher(2, [2, 3], config=config, pg_collection=groups)
+    layer: Any = SimpleNamespace(
+        token_dispatcher=own, config=config, shared_expert_overlap=overlap, shared_experts="shared"
+    )
+    made: Any = dispatcher_over_slots(layer, num_slots=3)
+    assert type(made) is Dispatcher
+    assert (made.num_local, made.indices, made.config.num_moe_experts) == (3, [3, 4, 5], 6)
+    assert config.num_moe_experts == EXPERTS, "Megatron's own stays as it is"
+    assert (made.ep_group, made.tp_group, made.tp_ep_group) == (groups.ep, "TP", "TP and EP")
+    assert made.shared_experts == ("shared" if overlap else None)
