@@ -76,9 +76,21 @@ class GroupedExperts:
 
         """
         self._check(x, row_probs, fc1, fc2)
+        require(
+            masters is not None or main_grads is not None or not (fc1.is_trained or fc2.is_trained)
+            or not torch.is_grad_enabled(),
+            "GroupedExperts: the weights given to prepare() require gradients, but backward would compute none for "
+            "them. Pass masters=(w1, w2) to get them in .grad, or main_grads=(fp32 buffers) to add them there. If "
+            "nothing is trained here, prepare(w.detach(), ...) or call under torch.no_grad().",
+        )  # fmt: skip
         run = _Pass.begin(self, len(x), m_offsets, fc1=fc1, fc2=fc2, main_grads=main_grads)
         w1, w2 = masters or (None, None)
         out: torch.Tensor = _ExpertMlp.apply(x, row_probs, w1, w2, fc1_bias, fc2_bias, run)
+        require(
+            main_grads is None or out.requires_grad or not torch.is_grad_enabled(),
+            "GroupedExperts: neither x nor row_probs requires gradients, so backward would not reach main_grads. Pass "
+            "masters=(w1, w2) as well, or call under torch.no_grad() if nothing is trained here.",
+        )
         return out
 
     def _check(self, x: torch.Tensor, row_probs: torch.Tensor | None, fc1: ExpertMatrix, fc2: ExpertMatrix) -> None:

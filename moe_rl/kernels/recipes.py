@@ -82,6 +82,8 @@ class ExpertMatrix:
     """[N, K] per expert, for forward."""
     transposed: ExpertWeights | None
     """[K, N] per expert, for dgrad as a forward GEMM; None: dgrad reads `weights` in place."""
+    is_trained: bool = False
+    """Whether the tensors that it was made from require gradients; `GroupedExperts` then asks where these go."""
 
 
 def prepare(
@@ -92,11 +94,15 @@ def prepare(
     The transposed copy doubles the FP8 memory and makes dgrad as fast as forward. 128 x 128 blocks are moved bit for
     bit; one scale per column, or per 32 elements of a row (MXFP8), must be quantized again, along the other axis.
     Without the copy, dgrad of these is not possible.
+
+    Weights that require gradients must be named again at every call that trains them: see `masters` and `main_grads`
+    of `GroupedExperts`. For inference alone, pass `weights.detach()`.
     """
+    is_trained = any(part.requires_grad for part in weights) if isinstance(weights, list) else weights.requires_grad
     block_shape = recipe.weight_block_shape
     if block_shape is None:
         described = ExpertWeights.of_parts(weights) if isinstance(weights, list) else ExpertWeights.of(weights)
-        return ExpertMatrix(weights=described, transposed=None)
+        return ExpertMatrix(weights=described, transposed=None, is_trained=is_trained)
     if isinstance(weights, list) and block_shape == (BLOCK, BLOCK):
         # Both copies in one launch over all matrices, where one launch per matrix and copy would take G x 2.
         codes = empty_weight_codes(weights, transpose=transpose)
@@ -105,6 +111,7 @@ def prepare(
         return ExpertMatrix(
             weights=ExpertWeights.of_parts([weight_codes.plain for weight_codes in codes]),
             transposed=ExpertWeights.of_parts(transposed_codes) if transposed_codes else None,
+            is_trained=is_trained,
         )
 
     def quantized(matrix: torch.Tensor) -> QuantizedTensor:
@@ -120,7 +127,7 @@ def prepare(
     elif transpose:
         flipped = torch.stack(weights) if isinstance(weights, list) else weights
         transposed = ExpertWeights.of(quantized(flipped.transpose(-1, -2).contiguous()))
-    return ExpertMatrix(weights=described, transposed=transposed)
+    return ExpertMatrix(weights=described, transposed=transposed, is_trained=is_trained)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

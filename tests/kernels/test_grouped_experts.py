@@ -236,6 +236,40 @@ def test_misuse_gets_a_sentence(device: str) -> None:
         RECIPES["fp8-blok"]
 
 
+@pytest.mark.parametrize("recipe", [BF16, FP8_BLOCK, FP8_ROWWISE], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("as_list", [False, True], ids=["one tensor", "list"])
+def test_trained_weights_never_go_without_gradients_in_silence(device: str, recipe: Recipe, as_list: bool) -> None:
+    mlp = make_mlp(device)
+    w1, w2 = (torch.nn.Parameter(w) for w in (mlp.w1, mlp.w2))
+    experts, rest = GroupedExperts(recipe=recipe, backend="reference"), (mlp.probs, mlp.m_offsets)
+    x = mlp.x.clone().requires_grad_()
+
+    def call(*weights: torch.Tensor, **settings: object) -> torch.Tensor:
+        fc1, fc2 = (prepare(list(w) if as_list else w, recipe, backend="reference") for w in weights)
+        return experts(x, rest[0], fc1, fc2, rest[1], **settings)
+
+    for weights in ((w1, w2), (w1.detach(), w2), (w1, w2.detach())):
+        with pytest.raises(InvalidInputError, match=r"require gradients.*masters=\(w1, w2\).*main_grads=.*detach"):
+            call(*weights)
+    call(w1, w2, masters=(w1, w2)).backward(mlp.grad)
+    buffers = tuple(torch.zeros_like(w, dtype=torch.float32) for w in (w1, w2))
+    call(w1, w2, main_grads=buffers).backward(mlp.grad)
+    for parameter, buffer in zip((w1, w2), buffers, strict=True):
+        assert parameter.grad is not None
+        assert parameter.grad.any()
+        assert torch.equal(parameter.grad, buffer.to(torch.bfloat16))
+    x = mlp.x
+    with pytest.raises(InvalidInputError, match=r"backward would not reach main_grads. Pass masters=\(w1, w2\)"):
+        call(w1, w2, main_grads=buffers)
+    call(w1, w2, masters=(w1, w2), main_grads=buffers).backward(mlp.grad)
+    assert torch.equal(buffers[0].to(torch.bfloat16), 2 * w1.grad)
+    x = mlp.x.clone().requires_grad_()
+    # Frozen weights, and calls without gradients, are asked nothing.
+    call(w1.detach(), w2.detach()).backward(mlp.grad)
+    with torch.no_grad():
+        call(w1, w2)
+
+
 def test_one_pass_builds_its_tile_map_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both projections, both dgrads and four quantizations along tokens share it; small groups need a second."""
     from moe_rl.kernels.tiles import op, triton_kernel

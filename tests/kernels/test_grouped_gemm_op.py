@@ -28,6 +28,7 @@ from moe_rl.kernels.gemm.tiling import (
 )
 from moe_rl.kernels.gemm.weights import ExpertGradients, ExpertWeights
 from moe_rl.kernels.quantization.op import quantize, quantize_columns
+from moe_rl.kernels.recipes import FP8_BLOCK, prepare
 from moe_rl.kernels.registry import BackendUnavailableError
 from moe_rl.kernels.tiles.op import tile_map
 
@@ -54,6 +55,26 @@ def test_gradients_are_those_of_the_definition(device: str, backend: str) -> Non
         assert expected is not None
         assert got.dtype == torch.bfloat16
         assert_close(got.detach(), expected.detach())
+
+
+def test_gradients_of_fp8_operands_are_three_calls(device: str) -> None:
+    """The calls of docs/kernels.md, beside the definition on the quantized operands; autograd refuses."""
+    operands = make_operands(GemmCase(sizes=(130, 0, 1, 29), n=144, k=272), device)
+    x, dy, offsets = operands.wide_x, operands.wide_dy, operands.m_offsets
+    fc1 = prepare(operands.weights.data, FP8_BLOCK)
+    assert fc1.transposed is not None
+    dx = grouped_gemm(quantize(dy), fc1.transposed, offsets)
+    weights = torch.stack([fc1.weights.dequantized_part(group, torch.float64) for group in range(4)])
+    assert_close(dx, dense_result(quantize(dy).dequantize().double(), weights.transpose(1, 2), offsets), is_fp8=True)
+    assert torch.equal(dx, grouped_gemm_dgrad(quantize(dy), fc1.weights, offsets))
+    dw = grouped_gemm_wgrad(
+        quantize_columns(dy, offsets), quantize_columns(x, offsets), offsets, out_dtype=torch.float32
+    )
+    exact = grouped_gemm_wgrad(dy, x, offsets, out_dtype=torch.float32)
+    assert (dw - exact).norm() < 2.0**-4 * exact.norm(), "each operand is rounded by at most 2^-4"
+    rows = x.clone().requires_grad_()
+    with pytest.raises(InvalidInputError, match="no gradients of FP8 operands"):
+        grouped_gemm(quantize(rows), fc1.weights, offsets).sum().backward()
 
 
 def test_weights_behind_a_table_let_gradients_reach_the_rows(device: str) -> None:

@@ -21,7 +21,7 @@ from moe_rl.kernels.gemm.weights import WIDE_DTYPES, ExpertGradients, ExpertWeig
 from moe_rl.kernels.operands import require_same_device
 from moe_rl.kernels.registry import Operator, backend_beside
 from moe_rl.kernels.tiles.op import TileMap
-from moe_rl.kernels.types import BLOCK, QuantizedTensor
+from moe_rl.kernels.types import BLOCK, FP8_DTYPE, QuantizedTensor
 
 GROUPED_GEMM = Operator(name="grouped_gemm", package=__package__, launcher="forward")
 GROUPED_GEMM_DGRAD = Operator(name="grouped_gemm_dgrad", package=__package__, launcher="dgrad")
@@ -106,6 +106,11 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Gradients of bf16 operands in tensors; FP8 operands and tables have none (the expert MLP has its own)."""
     rows, weights, m_offsets, bias, bias_factor, entries, num_tiles = ctx.saved_tensors
+    require(
+        rows.dtype != FP8_DTYPE,
+        "grouped_gemm has no gradients of FP8 operands: quantize the gradient yourself and call grouped_gemm with the "
+        "transposed weights and grouped_gemm_wgrad, or use GroupedExperts.",
+    )
     grad = grad.to(rows.dtype).contiguous()
     d_rows = d_weights = d_bias = d_factor = None
     if ctx.needs_input_grad[0]:
@@ -142,8 +147,10 @@ def grouped_gemm(
 
     `weights`: [G, N, K], or `ExpertWeights`, which may be a table of addresses. With bf16 operands in tensors, autograd
     gives gradients of both (sums in fp32, rounded to bf16 once); weights behind a table get none: accumulate them with
-    `grouped_gemm_wgrad_into`. `bias` [G, N] is added to every row of its group, times `bias_factor` (fp32 [M]) where
-    given, before the result is rounded. `tiles`: the map of these groups, if it is at hand (`kernels.tiles`).
+    `grouped_gemm_wgrad_into`. FP8 operands get none: dx is `grouped_gemm(quantize(dy), matrix.transposed, m_offsets)`
+    for a matrix from `prepare`, and dW is `grouped_gemm_wgrad` of what `quantize_columns` returns for dy and x. `bias`
+    [G, N] is added to every row of its group, times `bias_factor` (fp32 [M]) where given, before the result is rounded.
+    `tiles`: the map of these groups, if it is at hand (`kernels.tiles`).
     """
     weights = ExpertWeights.of(weights)
     data, scale = check_rows(a, weights, weights.shape[1], "a")
