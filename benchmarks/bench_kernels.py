@@ -15,21 +15,13 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from benchmarks.operators.cases import CPU_TOKENS, GPU_TOKENS, MODELS, TINY, TINY_OAI, Case, ModelShape, Routing
 from benchmarks.operators.gemm_suites import ALL_SUITES
 from benchmarks.operators.harness import PASSES, Pass, only_timed, run_problem
-from benchmarks.operators.run import device_here, with_providers
+from benchmarks.operators.run import PASSES_OF, device_here, with_providers
 from moe_rl.kernels import BACKENDS
 
 DEVICE = device_here()
 ROUTINGS: tuple[Routing, ...] = ("uniform", "zipf", "hot", "trace") if DEVICE == "cuda" else ("uniform", "hot")
 SHAPES = [MODELS["qwen3-30b-a3b"], MODELS["gpt-oss-120b"]] if DEVICE == "cuda" else [TINY, TINY_OAI]
 HERE = [backend.name for backend in BACKENDS if DEVICE in backend.devices]
-PASSES_OF = {
-    "gemm": ("forward", "dgrad", "wgrad", "end-to-end"),
-    "experts": ("end-to-end",),
-    "quantize": ("forward",),
-    "permute": ("forward", "backward"),
-    "swiglu": ("forward", "backward"),
-    "router": ("forward", "backward"),
-}
 COMBINATIONS = [(suite, of_pass) for suite in ALL_SUITES for of_pass in PASSES if of_pass in PASSES_OF[suite]]
 
 

@@ -44,6 +44,16 @@ def test_a_suite_prints_a_table_of_checked_rows_and_writes_the_document(suite: s
     assert not any("mxfp8" in row["variant"] for row in predicted), "an H100 has no block-scaled products"
     assert ran.out.count("\n| ") == len(timed) + len(predicted)
     assert "not run: triton: " in ran.err
+    assert {f"  {row['operator']}, {row['variant']}, {row['pass']}" for row in timed} <= set(ran.err.splitlines())
+
+
+def test_on_one_rank_all_experts_of_the_model_are_timed() -> None:
+    (case,) = select("gemm", device="cpu", models="qwen3-30b-a3b", routings="even", tokens=2048, ep_size=1).cases
+    assert case.m_offsets("cpu").diff().tolist() == [2048 * 8 // 128] * 128
+    assert str(case) == "qwen3-30b-a3b EP1 T2048 even"
+    (usual,) = select("gemm", device="cpu", models="qwen3-30b-a3b", routings="even", tokens=2048).cases
+    assert usual.m_offsets("cpu").diff().tolist() == [2048 * 8 * 8 // 128] * 16
+    assert str(usual) == "qwen3-30b-a3b T2048 even"
 
 
 def test_passes_and_providers_are_chosen(tmp_path: Path) -> None:
@@ -71,6 +81,8 @@ def test_without_a_gpu_it_says_so_and_ends_with_2() -> None:
         (("--model", "qwen3-30b"), "--model: 'qwen3-30b' is unknown. Did you mean 'qwen3-30b-a3b'?"),
         (("--routing", "zpif"), "--routing: 'zpif' is unknown. Did you mean 'zipf'?"),
         (("--pass", "dgad"), "Did you mean 'dgrad'?"),
+        (("--pass", "backward"), "--pass: gemm has no pass backward, only forward, dgrad, wgrad, end-to-end."),
+        (("--ep-size", "3"), "--ep-size must divide the 8 experts of tiny, got 3."),
         (("--provider", "tritn"), "Did you mean 'triton'?"),
         (("--device", "gpu"), "--device: 'gpu' is unknown."),
         (("--tokens", "-1"), "--tokens must not be negative, got -1."),

@@ -1,6 +1,8 @@
-"""How long our kernels would take on an H100, from the roofs of their machine code: static, not measured.
+"""How long our kernels would take on an H100, from the roofs of their machine code: static, optimistic, not measured.
 
-A launch takes as long as what bounds it, at the share of that roof which kernels reach in practice:
+Grouped GEMMs are recorded on a CPU, where nothing is verified, so the plain loop is predicted. On an H200, 8 groups of
+4,096 rows took it 0.9 to 1.6 times as long as predicted, 16 groups of 256 rows 1.4 times. A launch takes as long as
+what bounds it, at the share of that roof which kernels reach in practice:
 
     products   operations of whole tiles in whole waves of programs / (product share x lowest roof of the tile)
     others     bytes of the arguments / (memory share x memory bandwidth), or the roof of issuing where that is lower

@@ -71,7 +71,9 @@ class Case:
 
     def __str__(self) -> str:
         recorded = f" {self.trace.name}" if self.routing == "trace" and self.trace != BUNDLED_TRACE else ""
-        return f"{self.model.name} T{self.tokens} {self.routing}{recorded}"
+        usual = SHAPES.get(self.model.name)
+        ranks = "" if usual is None or usual.ep_size == self.model.ep_size else f" EP{self.model.ep_size}"
+        return f"{self.model.name}{ranks} T{self.tokens} {self.routing}{recorded}"
 
     def routes(self, num_tokens: int, device: str) -> torch.Tensor:
         """Return int32 [num_tokens, K] expert ids; -1 is dropped."""

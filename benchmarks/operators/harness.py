@@ -193,7 +193,7 @@ def as_values(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def table(rows: Iterable[Row]) -> str:
     """Return a Markdown table of the rows that were timed or predicted."""
     named, counted = ("operator", "variant", "pass", "case", "provider"), (
-        "median us", "p20", "p80", "GB/s", "TFLOPS", "of roofline", "row error", "H100 us, predicted",
+        "median us", "p20", "p80", "GB/s", "TFLOPS", "of roofline", "row error", "H100 us, optimistic",
     )  # fmt: skip
     lines = [f"| {' | '.join((*named, *counted))} |", f"|{'---|' * len(named)}{'--:|' * len(counted)}"]
     for row in rows:

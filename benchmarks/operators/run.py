@@ -20,6 +20,7 @@ from benchmarks.operators.cases import (
     TINY,
     TINY_OAI,
     Case,
+    ModelShape,
     Routing,
     can_replay,
 )
@@ -39,6 +40,15 @@ from benchmarks.operators.roofline import measure_roofline
 from moe_rl.core.errors import require, require_known
 from moe_rl.kernels import BACKENDS
 
+PASSES_OF: dict[str, tuple[Pass, ...]] = {
+    "gemm": ("forward", "dgrad", "wgrad", "end-to-end"),
+    "experts": ("end-to-end",),
+    "quantize": ("forward",),
+    "permute": ("forward", "backward"),
+    "swiglu": ("forward", "backward"),
+    "router": ("forward", "backward"),
+}
+"""Which passes the problems of a suite have."""
 CHECKOUT = Path(__file__).resolve().parents[2]
 Name = TypeVar("Name", bound=str)
 
@@ -89,6 +99,7 @@ def select(
     passes: str | None = None,
     providers: str | None = None,
     tokens: int | None = None,
+    ep_size: int | None = None,
     trace: Path | None = None,
 ) -> Selection:
     """Return what comma-separated options name: real shapes on a GPU and tiny ones on a CPU by default.
@@ -97,6 +108,12 @@ def select(
     """
     on_gpu = device == "cuda"
     shapes = names(models, tuple(SHAPES), "--model") if models else (*MODELS,) if on_gpu else (TINY.name, TINY_OAI.name)
+    for shape in shapes:
+        experts = SHAPES[shape].num_experts
+        require(
+            ep_size is None or (ep_size > 0 and experts % ep_size == 0),
+            f"--ep-size must divide the {experts} experts of {shape}, got {ep_size}.",
+        )
     chosen: tuple[Routing, ...] = names(routings, ROUTINGS, "--routing")
     require(tokens is None or tokens >= 0, f"--tokens must not be negative, got {tokens}.")
     require(trace is None or trace.exists(), f"there is no trace at {trace}.")
@@ -108,18 +125,31 @@ def select(
         f"{recorded.name} fits none of {', '.join(shapes)}: its experts and top-k, of one layer or of several side by "
         "side, are not theirs.",
     )
+    timed = names(suites, tuple(ALL_SUITES), "--suites")
+    has_passes = tuple(dict.fromkeys(of_pass for suite in timed for of_pass in PASSES_OF[suite]))
+    wanted = names(passes, PASSES, "--pass")
+    missing = [of_pass for of_pass in wanted if of_pass not in has_passes]
+    require(
+        passes is None or not missing,
+        f"--pass: {', '.join(timed)} has no pass {', '.join(missing)}, only {', '.join(has_passes)}.",
+    )
     per_rank = tokens if tokens is not None else GPU_TOKENS if on_gpu else CPU_TOKENS
     return Selection(
-        suites=names(suites, tuple(ALL_SUITES), "--suites"),
+        suites=timed,
         cases=tuple(
-            Case(model=SHAPES[shape], tokens=per_rank, routing=routing, trace=recorded)
+            Case(model=on_ranks(SHAPES[shape], ep_size), tokens=per_rank, routing=routing, trace=recorded)
             for shape in shapes
             for routing in chosen
             if routing != "trace" or shape in fitting
         ),
-        passes=names(passes, PASSES, "--pass"),
+        passes=wanted,
         providers=names(providers, BACKENDS.names, "--provider"),
     )
+
+
+def on_ranks(shape: ModelShape, ep_size: int | None) -> ModelShape:
+    """Return the shape with its experts on so many EP ranks, or on the usual number."""
+    return shape if ep_size is None else replace(shape, ep_size=ep_size)
 
 
 def run(
@@ -139,6 +169,7 @@ def run(
             tell(f"{suite}: {case}")
             for problem in ALL_SUITES[suite](case, device):
                 if problem.of_pass in selection.passes:
+                    tell(f"  {problem.operator}, {problem.variant}, {problem.of_pass}")
                     chosen = with_providers(only_timed(problem, device), selection.providers)
                     rows += [
                         row | {"suite": suite}

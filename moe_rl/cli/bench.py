@@ -95,6 +95,7 @@ def _kernels(suite: str, summary: str) -> None:
         of_pass: str | None = None,
         provider: str | None = None,
         tokens: int | None = None,
+        ep_size: int | None = None,
         trace: Path | None = None,
         device: str = "cuda",
         budget_s: float = 0.3,
@@ -105,21 +106,22 @@ def _kernels(suite: str, summary: str) -> None:
         require(budget_s > 0, f"--budget-s must be positive, got {budget_s}.")
         selection = run.select(
             suite, device=device, models=model, routings=routing, passes=of_pass, providers=provider, tokens=tokens,
-            trace=trace,
+            ep_size=ep_size, trace=trace,
         )  # fmt: skip
         check_outputs({"--json": json_path}, inputs=() if trace is None else (trace,))
         document = _run(selection, device, budget_s)
         _show(document, json_path)
 
     help_text = (
-        f"{summary} The result of each kernel is checked before the kernel is timed. The command needs a checkout of "
-        "the repository."
+        f"{summary} The result of each kernel is checked before the kernel is timed. The last column computes the time "
+        "on an H100 from roofs, for GEMMs of the plain loop: it is optimistic, not a forecast. The command needs a "
+        "checkout of the repository."
     )
     app.command(suite, cls=TwoLevelCommand, help=help_text)(worded("bench kernels", time_suite))
 
 
 def _run(selection: Any, device: str, budget_s: float) -> dict[str, object]:
-    """Return the rows of a selection; with Triton, rows of our kernels also predict the time of an H100."""
+    """Return the rows of a selection; with Triton, rows of our kernels also have what their roofs allow on an H100."""
     from moe_rl.kernels.registry import is_interpreted
 
     # An interpreted kernel cannot be recorded.
