@@ -4,11 +4,13 @@
     first_call.py --out DIR --resume OLD     a second one: what OLD did not reach, casts, every loop a thousand times
     first_call.py --out DIR --rehearse       on a CPU: an emulator plays libcuda
 
-Needs a checkout that `make gpu-pack` made ready, Python, torch, Triton 3.6 or later and numpy: no make, no pip, no
-network. Phases (`benchmarks/gpu/phases.py`) are child processes with a limit each. A child that says nothing for 20
-seconds hangs: it is ended, and the next one goes on with the step after. Rows are appended to DIR/rows.jsonl as they
-are made. The last page, DIR/page.md, says of every step: right, wrong, or not reached; only a wrong result is WRONG.
-At most 8 files: rows, page, what the children said on stderr, and the records of proven tiles.
+Needs a checkout, Python, torch, Triton 3.6 or later and numpy: no make, no pip, no network. Where `make gpu-pack` has
+put wheels into carried/ before, phases "runtime" (Megatron) and "peers" (DeepGEMM) can use them; without these wheels,
+and without an installation of what they hold, steps that need them are "not reached". Phases
+(`benchmarks/gpu/phases.py`) are child processes with a limit each. A child that says nothing for 20 seconds hangs: it
+is ended, and the next one goes on with the step after. Rows are appended to DIR/rows.jsonl as they are made. The last
+page, DIR/page.md, says of every step: right, wrong, or not reached; only a wrong result is WRONG. At most 8 files:
+rows, page, what the children said on stderr, and the records of proven tiles.
 
 Exit code 0: nothing is wrong; 1: something of ours is; 2: nothing could be measured here.
 """

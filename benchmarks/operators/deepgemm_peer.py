@@ -1,9 +1,10 @@
 """DeepGEMM (deepseek-ai/DeepGEMM) as a peer for FP8 in 128-blocks on Hopper; package sgl-deep-gemm, `import deep_gemm`.
 
-A backend of the benchmarks alone. Not run: no machine with it has been at hand. It wants every group aligned to 128
-rows and takes a tile's weights from the label of the tile's first row, so rows are gathered into padded groups and
-scattered back here; that work is part of its cost for ragged groups. wgrad also waits for the device, because its group
-sizes must be known on the host.
+A backend of the benchmarks alone. On an H200, `benchmarks/gpu/peers.py` ran DeepGEMM's forward GEMM in the way of
+`multiply_aligned`; this backend itself, with its gather, scatter and weight gradients, has not run on a GPU. DeepGEMM
+wants every group aligned to 128 rows and takes a tile's weights from the label of the tile's first row, so rows are
+gathered into padded groups and scattered back here; that work is part of its cost for ragged groups. wgrad also waits
+for the device, because its group sizes must be known on the host.
 """
 
 from dataclasses import replace
