@@ -78,14 +78,14 @@ class ExpertHomes:
         `GradientsWaitError` where gradients wait in layers that would change, and `ReorderError` where the move was
         given up; then `self.placement` tells, for the layers of this rank, where the experts are.
         """
-        old_placement = self.placement
+        own_placement = self.own_placement
         require(
-            placement.home_rank.shape == old_placement.home_rank.shape and placement.ep_size == old_placement.ep_size,
+            placement.home_rank.shape == own_placement.home_rank.shape and placement.ep_size == own_placement.ep_size,
             "the placement does not match this run: its home_rank [MoE layers, experts] has shape "
             f"{list(placement.home_rank.shape)} for {placement.ep_size} EP ranks, but this run needs shape "
-            f"{list(old_placement.home_rank.shape)} for {old_placement.ep_size} EP ranks.",
+            f"{list(own_placement.home_rank.shape)} for {own_placement.ep_size} EP ranks.",
         )
-        home = placement.with_slots(resident_slots=old_placement.resident_slots, spare_slots=old_placement.spare_slots)
+        home = placement.with_slots(resident_slots=own_placement.resident_slots, spare_slots=own_placement.spare_slots)
         if self.placement is not self._state_placement:  # the way back of an errand failed
             self._move(self._state_placement, weights_only=True)
         return self._move(home, wants_no_gradients=True)
@@ -158,7 +158,7 @@ class ExpertHomes:
         Nobody is resident until all have arrived: on the way a copy could meet its own home.
         """
         slots, home_rank = self.placement.physical_to_logical_map.copy(), self.placement.home_rank.copy()
-        ep_size, per_rank = self.placement.ep_size, self.placement.num_experts // self.placement.ep_size
+        ep_size, per_rank = self.own_placement.ep_size, self.own_placement.num_experts // self.own_placement.ep_size
         slots.reshape(len(slots), ep_size, -1)[:, :, per_rank:] = -1  # nobody is resident on the way
         for layer, experts in zip(self._movable.layers, arrangement, strict=True):
             slots[layer].reshape(ep_size, -1)[:, :per_rank] = experts.reshape(ep_size, per_rank)

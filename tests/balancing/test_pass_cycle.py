@@ -579,8 +579,8 @@ def test_experts_move_to_where_updates_want_them_and_results_say_what_it_cost() 
     assert all(received > 0 for _, received in found)
 
 
-@pytest.mark.parametrize("packs", [False, True])
-def test_homes_are_the_rollouts_though_a_validation_pass_came_behind_it(packs: bool) -> None:
+@pytest.mark.parametrize("update", ["begun", "packed", "prepared"])
+def test_homes_are_the_rollouts_though_a_validation_pass_came_behind_it(update: str) -> None:
     """The validation set likes the experts that the rollout does not; an update or its packing settles whose it is."""
 
     def homes(*, validates: bool) -> np.ndarray:
@@ -595,8 +595,11 @@ def test_homes_are_the_rollouts_though_a_validation_pass_came_behind_it(packs: b
             if validates:
                 others = [EXPERTS - 1 - of_batch for of_batch in routes_of(rank.rank, 2, seed=5, skew=4.0)]
                 log_probs(others, sequences_of(rank.rank, 2, seed=5))
-            if packs:
+            if update == "packed":
                 rank.cycle.packed([[0], [1]], tokens, token_budget=TOKENS)
+            elif update == "prepared":
+                rank.cycle.prepare(source)
+                assert rank.ran(routes).misfit is None
             else:
                 rank.ran(routes, source)
             return rank.cycle.placement.home_rank
@@ -724,6 +727,8 @@ def test_a_run_that_is_observed_changes_nothing_and_says_what_would_be() -> None
         replayed = rank.ran(routes, PassSource.replayed(routes), forward_only=True)
         assert replayed.would_be is not None
         assert imbalance(replayed.would_be.rows[None]) < imbalance(replayed.actual_rows[None]) - 0.1
+        short = rank.ran(routes[:2], PassSource.replayed(routes))
+        assert short.would_be is None, "the plan was of 3 micro-batches"
         plan = rank.cycle.plan(routes)
         given = rank.ran(routes, PassSource.given(plan, routes), forward_only=True)
         assert given.would_be is not None
@@ -732,6 +737,46 @@ def test_a_run_that_is_observed_changes_nothing_and_says_what_would_be() -> None
         assert rank.cycle.packed(batches, tokens, token_budget=100) == batches
 
     on_run(step, movable=True, reorders=True, observe=True)
+
+
+def test_plans_by_hand_start_from_where_the_experts_are() -> None:
+    target = ExpertPlacement.from_home_rank(
+        np.tile(np.arange(EXPERTS) % GRID.shape[1], (LAYERS, 1)), ep_size=GRID.shape[1]
+    )
+
+    def step(rank: Rank) -> None:
+        routes = routes_of(rank.rank, 2, skew=4.0)
+        rank.cycle.reorder(target)
+        stay, move = rank.cycle.plan(routes), rank.cycle.plan_reorder(routes)
+        np.testing.assert_array_equal(stay.placement.home_rank, target.home_rank)
+        assert (move.placement.home_rank != target.home_rank).any()
+        moved = move.migration.apply(rank.cycle.placement)
+        np.testing.assert_array_equal(moved.physical_to_logical_map, move.placement.physical_to_logical_map)
+        assert rank.ran(routes, PassSource.given(stay)).misfit is None
+        rank.cycle.reorder(move)
+        np.testing.assert_array_equal(rank.cycle.placement.home_rank, move.placement.home_rank)
+
+    on_run(step, movable=True, replica_slots=0)
+
+
+def test_what_a_reorder_cost_is_said_of_the_update_behind_it_alone() -> None:
+    """Also if that is given up; and of what updates are planned is said of updates."""
+
+    def step(rank: Rank) -> None:
+        said: list[str] = []
+        rank.cycle._notices.say_source = said.append  # type: ignore[method-assign, assignment]
+        routes = routes_of(rank.rank, 2, skew=4.0)
+        rank.ran(routes, PassSource.unknown(2))
+        rank.cycle.begin_pass(PassSource.unknown(2))
+        assert rank.cycle._home_choice.moves.received_bytes > 0
+        rank.cycle.give_up()
+        metrics = rank.ran(routes, PassSource.unknown(2))
+        assert (metrics.reordered_bytes, metrics.reorder_s) == (0, 0.0)
+        assert said == ["nothing", "history"]
+        rank.ran(routes, PassSource.replayed(routes), forward_only=True)
+        assert said == ["nothing", "history"]
+
+    on_run(step, movable=True, reorders=True, replica_slots=0)
 
 
 def test_memory_is_forecast_for_updates_and_says_what_would_fit() -> None:
@@ -761,6 +806,10 @@ def test_memory_is_forecast_for_updates_and_says_what_would_fit() -> None:
         fitting = rank.cycle.fitting_tokens
         rank.ran(routes[:1], PassSource.replayed(routes))
         assert rank.cycle.fitting_tokens == fitting, "of a pass that is not like the last one nothing is learned"
+        foretold = rank.ran(routes, PassSource.unknown(2))
+        assert foretold.memory is not None, "without a bound of the rows it is that of the expected ones"
+        assert foretold.predicted_rows is not None
+        assert foretold.memory.peak_bytes == foretold.predicted_rows.max()
         shape = (1, 2, LAYERS, GRID.shape[1])
         assert set(asked) == {(shape, (1, 2, GRID.shape[1]))}
 
