@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from cli_runner import moe_rl
 from moe_rl.balancing import BalancerConfig
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.frameworks import FRAMEWORKS, contract
-from moe_rl.frameworks.contract import Framework, Symbol
+from moe_rl.frameworks.contract import Framework, Symbol, framework_of
 from moe_rl.frameworks.ranks import require_distributed, unbalanced
+from moe_rl.version import INSTALLED_FROM
 
 KNOWN = Framework(
     name="numpy",
@@ -76,6 +78,24 @@ def test_a_report_says_of_the_version_of_every_symbol_and_of_traps_whether_it_is
         assert replace(KNOWN, tested=tested).report()[0] == (sentence, True)
     absent = replace(KNOWN, distribution="no-such-distribution").report()
     assert absent == [("numpy (package no-such-distribution) is not installed.", False)]
+
+
+def test_a_contract_file_names_symbols_with_their_parameters_or_none(tmp_path: Path) -> None:
+    (tmp_path / "contract.yaml").write_text(
+        "name: someone\nsummary: a framework\ndistribution: some-one\ntested: ['1.0']\n"
+        "symbols: ['json:dumps(obj, skipkeys)', json]\nbeside: ['json:loads(s)']\n"
+        "lines: ['pip install {installed_from}']\nfacts: ['Replay: none.']\n"
+    )
+    assert framework_of(str(tmp_path / "contract.py")) == Framework(
+        name="someone",
+        summary="a framework",
+        distribution="some-one",
+        tested=("1.0",),
+        symbols=(Symbol(name="json:dumps", parameters=("obj", "skipkeys")), Symbol(name="json")),
+        beside=(Symbol(name="json:loads", parameters=("s",)),),
+        lines=(f"pip install {INSTALLED_FROM}",),
+        facts=("Replay: none.",),
+    )
 
 
 def a_trap() -> list[tuple[str, bool]]:
