@@ -614,6 +614,44 @@ def test_slimes_share_of_sequences_that_opsm_drops_is_logged_where_it_is_slimes(
     assert reported["opsm_clipfrac"].item() == pytest.approx(sum(dropped))
 
 
+def test_slimes_replay_of_top_p_sets_is_asked_with_its_arguments_and_batch(with_slime: dict[str, Any]) -> None:
+    _, log_prob = batch()
+    with_slime["log_probs"] = samples(log_prob)
+    args, data, reducers = slime_call(rollout_top_p=0.9)
+    data["token_sets"] = "those of the rollout"
+    sys.modules["slime.backends.megatron_utils.loss"].get_rollout_top_p_logprob_kwargs = lambda args, batch: {  # type: ignore[attr-defined]
+        "top_p": args.rollout_top_p,
+        "sets": batch["token_sets"],
+    }
+    slime.policy_loss_function(args, data, torch.zeros(1, 1, 1), reducers["token-sum"])
+    assert (with_slime["asked"]["top_p"], with_slime["asked"]["sets"]) == (0.9, "those of the rollout")
+
+
+def test_a_rank_of_slime_without_a_token_still_reaches_the_model_backward(with_slime: dict[str, Any]) -> None:
+    """Under context parallelism a rank may hold no token of a micro-batch; the others wait for its gradients."""
+    with_slime["log_probs"] = [torch.zeros(0)]
+    args, data, _ = slime_call()
+    for name in ("loss_masks", "log_probs", "rollout_log_probs", "ref_log_probs", "advantages"):
+        data[name] = [torch.zeros(0)]
+    data |= {"total_lengths": [2], "response_lengths": [0]}
+    logits = torch.ones(1, 2, 3, requires_grad=True)
+    loss, _ = slime.policy_loss_function(args, data, logits, torch.sum)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert (loss.item(), gradient.abs().sum().item()) == (0.0, 0.0)
+
+
+def test_slimes_masks_lose_the_tokens_that_are_rejected(with_slime: dict[str, Any]) -> None:
+    correction = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.9_1.1"}
+    args, data, _ = slime_call(moe_rl_rollout_correction=correction)
+    words = ("log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")
+    given = {f"train_{name}" if name == "log_probs" else name: data[name] for name in words}
+    _, masks, _ = slime.tis_function(args, pg_loss=torch.ones(sum(record.LENGTHS)), **given)
+    ratio = [(b - a).exp() for a, b in zip(data["log_probs"], data["rollout_log_probs"], strict=True)]
+    assert [mask.tolist() for mask in masks] == [((each >= 0.9) & (each <= 1.1)).long().tolist() for each in ratio]
+    assert any(not mask.all() for mask in masks)
+    assert all(mask.dtype == torch.long for mask in masks)
+
+
 def test_slimes_parts_under_context_parallelism_add_up(
     with_slime: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,6 +182,15 @@ def test_a_schedule_that_does_not_fit_its_steps_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="rank 0 has 3 micro-batches, but its optimizer steps need 5"):
         slime.schedules_of_steps([[0, 1, 2]], [[[0], [1], [2]]], [2, 2, 1])
     assert slime.schedule_from_steps([]) == ([], [], [])
+    with pytest.raises(InvalidInputError, match="there are routes for 1 samples, but lengths for 2 samples"):
+        slime.plans_of_rollout(
+            [np.zeros((1, 2, 2), int)],
+            [2, 2],
+            [[[[0]]]],
+            config=CONFIG,
+            model=MODEL,
+            topology=cluster_topology(CONFIG, ep_size=1),
+        )
 
 
 def test_routes_of_all_layers_are_cut_to_moe_layers_and_others_refused() -> None:
