@@ -8,9 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 
+from moe_rl.cli.doctor import FIX_FIRST
 from moe_rl.config import load_model
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor.diagnosis import Finding
 from moe_rl.frameworks import FRAMEWORKS
+from moe_rl.frameworks.run_settings import OBSERVE, PREFIX, SWITCH, settings_from_environment
 from moe_rl.launch.keys import listed_model
 from moe_rl.launch.readers import READERS
 from moe_rl.launch.settings import ReadRun, RunSettings
@@ -54,19 +57,35 @@ class Step:
 def steps_to_attach(run: ReadRun, errors: Sequence[Finding] = ()) -> tuple[Step, ...]:
     """Return what to write into the run's files, what then changes, what it takes and how to undo it.
 
-    `errors` stop or spoil the run with moe_rl and without: their remedies come first.
+    `errors` stop or spoil the run with moe_rl and without: their remedies come first, behind variables of moe_rl's own
+    that it would not accept.
     """
     repairs: list[Step] = []
-    if errors:
-        repairs.append(Step(title="fix first", sentences=tuple(_repair(finding) for finding in errors)))
+    sentences = [*_wrong_variables(run), *map(_repair, errors)]
+    if sentences:
+        repairs.append(Step(title=FIX_FIRST, sentences=tuple(sentences)))
     return (
         *repairs,
         Step(title="write", sentences=tuple(_lines(run))),
         Step(title="changes", sentences=tuple(_levers(run))),
         Step(title="memory", sentences=(_memory(run.settings), _other_memory(run.settings))),
+        *_untested(run.settings),
         Step(title="look first", sentences=(_look(run.settings),)),
         Step(title="undo", sentences=(_undo(run.settings),)),
     )
+
+
+def _wrong_variables(run: ReadRun) -> Iterator[str]:
+    """Yield why the run ends as soon as moe_rl reads the variables that the files set."""
+    for name, variable in run.own_variables.items():
+        # A file of settings lies on the machine that trains.
+        if name == f"{PREFIX}CONFIG" or variable.missing or not variable.text:
+            continue
+        switch = {} if name == f"{PREFIX}POLICY" else {SWITCH: OBSERVE}
+        try:
+            settings_from_environment({**switch, name: variable.text})
+        except InvalidInputError as error:
+            yield f"{variable.where}: {error!s} The run would end at its start."
 
 
 def _repair(finding: Finding) -> str:
@@ -85,16 +104,22 @@ def _lines(run: ReadRun) -> Iterator[str]:
         yield from (f"  {line}" for line in FRAMEWORKS["megatron"].lines)
         return
     arguments = settings.expert_model_parallel_size
+    switch = run.own_variables.get("MOE_RL")
     for line in FRAMEWORKS[settings.framework].lines:
         if line.startswith("--"):
             place = "to the arguments"
             if arguments is not None and arguments.where:
                 place += f", beside {arguments}"
             yield f"{line}   ({place})"
+        elif line.startswith("export") and switch is not None and switch.text:
+            first = "" if switch.text == "observe" else ": for a first look, set it to observe"
+            yield f"nothing for MOE_RL: {switch.where.short()} sets it to {switch.text}{first}"
         elif line.startswith("export"):
             yield f"{line}   (in {run.files[0]}, above the command that starts the training)"
+        elif run.runs_by_uv:
+            yield f"uv {line}   (into the environment that `uv run` uses for driver and workers)"
         else:
-            yield f"{line}   (in the environment of every worker)"
+            yield f"{line}   (in the environment of the driver and of every worker)"
 
 
 def _levers(run: ReadRun) -> Iterator[str]:
@@ -192,6 +217,14 @@ def _widths(settings: RunSettings) -> tuple[int, int] | None:
         return None
     spec = load_model(name).spec
     return spec.hidden_size, spec.moe_ffn_hidden_size
+
+
+def _untested(settings: RunSettings) -> Iterator[Step]:
+    """Yield what of the run has been tested with a stand-in only (docs/status.md)."""
+    bridge = settings.option("use_mbridge")
+    if settings.framework == "verl" and bridge and not settings.value_of("vanilla_mbridge"):
+        sentence = f"{bridge} exports weights through Megatron-Bridge, which was tested only with a stand-in"
+        yield Step(title="untested", sentences=(sentence,))
 
 
 def _look(settings: RunSettings) -> str:

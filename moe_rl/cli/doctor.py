@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from moe_rl.cli.attach_steps import Step
 
 UNHEALTHY = 1
+# Title of the step that says what stops the run or spoils it.
+FIX_FIRST = "fix first"
 
 
 def doctor(
@@ -43,6 +45,8 @@ def doctor(
     diagnosis = examine(run, probe() if environment else None, attach=attach)
     steps = attach_steps(diagnosis)
     document = diagnosis.as_json()
+    healthy = diagnosis.healthy and not any(step.title == FIX_FIRST for step in steps)
+    document["healthy"] = healthy
     if steps:
         document["steps"] = [step.as_json() for step in steps]
 
@@ -51,7 +55,7 @@ def doctor(
         print_steps(steps, console)
 
     deliver({}, partial(json_text, document), json_path, show)
-    if not diagnosis.healthy:
+    if not healthy:
         raise typer.Exit(UNHEALTHY)
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
 
@@ -37,6 +38,7 @@ class Rule:
     """Whether the part of a value that is known may say enough: the end of `$BASE/Model-FP8`."""
 
 
+OWN_VARIABLE = re.compile(r"MOE_RL(_.*)?")
 Keys = Mapping[str, Rule]
 Known = dict[str, Setting[Any]]
 
@@ -124,6 +126,8 @@ class Reader:
             conditions=conditions,
             files=tuple(raw.files),
             partial=raw.partial,
+            own_variables={name: text for name, text in raw.variables.items() if OWN_VARIABLE.fullmatch(name)},
+            runs_by_uv=("uv", "run") in pairwise(raw.words),
             batch=self._batch_of(raw),
         )
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, get_args, get_type_hints
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.launch.batch import BatchFacts
 from moe_rl.launch.python_source import syntax_tree, value_of
-from moe_rl.launch.sources import Entry, Where
+from moe_rl.launch.sources import Entry, Text, Where
 from moe_rl.launch.yaml_entries import value_of_word
 
 T = TypeVar("T")
@@ -190,6 +190,10 @@ class ReadRun:
     batch: BatchFacts = field(default_factory=BatchFacts)
     partial: bool = False
     """Whether the files hold only some arguments of a command that stands elsewhere."""
+    own_variables: Mapping[str, Text] = field(default_factory=dict)
+    """Variables of moe_rl's own that the files set: MOE_RL and MOE_RL_*."""
+    runs_by_uv: bool = False
+    """Whether `uv run` starts the command, in an environment of its own."""
 
 
 def setting_of(entry: Entry, name: str, meaning: Callable[[Any], object] | None = None) -> Setting[Any] | None:

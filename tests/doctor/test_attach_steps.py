@@ -132,3 +132,49 @@ def test_experts_take_twice_the_memory_on_their_way_from_the_host(tmp_path: Path
     assert "up to 1 GiB while experts move" in verl(tmp_path, own)["memory"]
     megatrons = "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True"
     assert "up to 2 GiB while experts move" in verl(tmp_path, megatrons)["memory"]
+
+
+def script(folder: Path, first: str, command: str = "python3") -> Path:
+    path = folder / "run.sh"
+    options = "actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.actor.megatron.expert_model_parallel_size=8"
+    path.write_text(f"{first}\n{command} -m verl.trainer.main_ppo {options}\n")
+    return path
+
+
+def test_a_switch_that_the_script_has_is_not_to_be_written_again(tmp_path: Path) -> None:
+    observed = sentences(script(tmp_path, "export MOE_RL=observe"))["write"]
+    assert "export MOE_RL" not in observed
+    assert "run.sh:1 sets it to observe" in observed
+    balanced = sentences(script(tmp_path, "export MOE_RL=moe-rl"))["write"]
+    assert "sets it to moe-rl: for a first look, set it to observe" in balanced
+    assert "export MOE_RL=observe" in sentences(script(tmp_path, "export OTHER=1"))["write"]
+
+
+def test_a_variable_that_would_end_the_run_is_to_be_fixed_first(tmp_path: Path) -> None:
+    path = script(tmp_path, "export MOE_RL=moe-rl\nexport MOE_RL_UNTILL=40")
+    ran = moe_rl("doctor", "--no-environment", "--attach", "--json", "-", path)
+    assert ran.code == 1
+    document = json.loads(ran.out)
+    assert not document["healthy"]
+    (step, *_) = document["steps"]
+    assert step["title"] == "fix first"
+    (reason,) = step["sentences"]
+    assert "run.sh:2: moe_rl does not know the environment variable MOE_RL_UNTILL" in reason
+    assert "MOE_RL_UNTIL" in reason.replace("MOE_RL_UNTILL", "")
+    for fine in ("MOE_RL_UNTIL=40", "MOE_RL_REPLICA_SLOTS=2", "MOE_RL_CONFIG=/shared/run.yaml", "MOE_RL_POLICY=moe-rl"):
+        good = moe_rl("doctor", "--no-environment", "--attach", script(tmp_path, f"export {fine}"))
+        assert good.code == 0, good.out
+        assert "fix first" not in good.out
+
+
+def test_what_uv_runs_is_installed_by_uv(tmp_path: Path) -> None:
+    uv = "uv run --frozen --all-packages --extra vllm python3"
+    assert sentences(script(tmp_path, "", uv))["write"].startswith("uv pip install ")
+    assert sentences(script(tmp_path, ""))["write"].startswith("pip install ")
+
+
+def test_megatron_bridge_is_named_as_untested(tmp_path: Path) -> None:
+    bridge = "actor_rollout_ref.actor.megatron.use_mbridge=True"
+    assert "Megatron-Bridge, which was tested only with a stand-in" in verl(tmp_path, bridge)["untested"]
+    assert "untested" not in verl(tmp_path, f"{bridge} actor_rollout_ref.actor.megatron.vanilla_mbridge=True")
+    assert "untested" not in verl(tmp_path, "")

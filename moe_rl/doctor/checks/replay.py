@@ -121,7 +121,8 @@ def layer_axis_counts_dense_layers(case: Case) -> Iterator[Found]:
 def no_replay(case: Case) -> Iterator[Found]:
     """Without replay, the rollout engine and the trainer choose experts independently. About 10 % of the router
     decisions differ, and most tokens get different experts in at least one layer. These differences add noise to
-    importance ratios, and a plan made from the rollout's routes fits the trainer's load only approximately.
+    importance ratios. Balancing does not need replay: without it, plans come from the log-prob pass, and are nearly
+    exact for the first update of a rollout.
     """
     settings = case.settings
     setting = settings.num_moe_experts or settings.expert_model_parallel_size
