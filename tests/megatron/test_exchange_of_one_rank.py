@@ -5,6 +5,7 @@ rank when its return is finished. Buffers and autograd functions are the runtime
 """
 
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -215,3 +216,12 @@ def test_rows_that_all_stay_at_home_need_no_buffer_and_frozen_experts_no_return(
     assert rows.grad is not None
     assert frozen.calls == ["copy there", "copy there", "attention's backward"]
     assert frozen.transport.buffers.gradients.numel() == 0
+
+
+def test_copies_from_other_nodes_lie_in_the_half_that_their_layer_uses() -> None:
+    """One row in the node, then two halves of two rows each."""
+    experts: Any = LinearExperts()
+    transport: Any = SimpleNamespace(buffers=ReplicaBuffers([experts], replica_slots=1, cross_node_slots=2))
+    for half, rows in ((0, [0, 1, 2]), (1, [0, 3, 4])):
+        replicated = ReplicatedExperts(cell=replace(CELL, half=half), experts=experts, transport=transport)
+        assert [replicated.row(slot) for slot in range(3)] == rows

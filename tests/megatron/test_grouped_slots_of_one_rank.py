@@ -82,8 +82,11 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("has_main_grad", [False, True])
-def test_homes_and_copies_compute_and_gather_gradients_where_they_belong(on_device: bool, has_main_grad: bool) -> None:
-    """Four slots, of which the third is an empty one of copies; two rows behind the last slot's are nobody's."""
+@pytest.mark.parametrize("copied_slot", [2, 3])
+def test_homes_and_copies_compute_and_gather_gradients_where_they_belong(
+    on_device: bool, has_main_grad: bool, copied_slot: int
+) -> None:
+    """Two slots of homes and two of copies, one of them empty; two rows behind the last slot's are nobody's."""
     homes = Homes()
     if has_main_grad:
         for parameter in [p for of_slot in homes.weights for p in of_slot]:
@@ -91,15 +94,17 @@ def test_homes_and_copies_compute_and_gather_gradients_where_they_belong(on_devi
     view, _ = slots_of(homes)
     view.require_float32_gradients()
     copied = [weight.requires_grad_() for weight in expert_of(7)]
-    counts, spare = [3, 2, 0, 4], 2 * on_device
+    counts, spare = [3, 2, 0, 0], 2 * on_device
+    counts[copied_slot] = 4
     total = sum(counts)
     rows, probs = drawn(total + spare, HIDDEN, seed=1).requires_grad_(), torch.linspace(0.2, 1.0, total + spare)
     gradients = [torch.zeros_like(weight, dtype=torch.float32) for weight in copied]
     # Rows come as counts on the host, or as a tensor that stays on its device.
     given = torch.tensor(counts) if on_device else counts
-    output = view.forward(rows, given, probs, [None, None, None, copied], [None, None, None, gradients])
+    weights, targets = ([value if slot == copied_slot else None for slot in range(4)] for value in (copied, gradients))
+    output = view.forward(rows, given, probs, weights, targets)
     experts = [*homes.weights, copied]
-    filled = [counts[0], counts[1], counts[3]]
+    filled = [3, 2, 4]
     plain = [[weight.detach().clone().requires_grad_() for weight in expert] for expert in experts]
     plain_rows = rows.detach().clone().requires_grad_()
     expected = by_definition(plain_rows[:total], filled, probs[:total], plain)
