@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
-from moe_rl.simulators.balanced import BalancedBatch
+from moe_rl.simulators.balanced import BalancedBatch, length_of_equal_sequences
 from moe_rl.simulators.setting import StepSetting, TrainingRun
 
 # The fullest rank has more of these `LayerRows`.
@@ -56,11 +56,10 @@ def trainer_seconds(
     )
     # Ranks run in step: a mini-batch of 33 bins on 32 ranks takes two micro-batches of all of them.
     counts = [-(-len(bin_loads) // ranks) for bin_loads in bins]
-    tokens = int(lengths.sum()) / (sum(counts) * ranks * slices)
-    # Attention costs the sum of squared lengths: sequences of sum(n^2) / sum(n) tokens cost as much.
-    squares = float((lengths.astype(np.float64) ** 2).sum() / max(1, lengths.sum()))
+    tokens_per_rank = max(1, round(int(lengths.sum()) / (sum(counts) * ranks * slices)))
     run = TrainingRun(model=model, topology=topology, setting=setting)
-    batch = BalancedBatch.of(run, tokens_per_rank=max(1, round(tokens)), sequence_length=max(1, round(squares)))
+    length = length_of_equal_sequences(run, lengths, row_tokens=tokens_per_rank * slices)
+    batch = BalancedBatch.of(run, tokens_per_rank=tokens_per_rank, sequence_length=length)
     uneven_rows = {name: getattr(batch.rows, name) * imbalance for name in GROWING}
     batch = replace(batch, rows=replace(batch.rows, **uneven_rows))
     forward_s = replace(batch, setting=replace(setting, forward_only=True)).step(sum(counts)).step_time_s

@@ -22,7 +22,7 @@ from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.planner.packing import best_start
 from moe_rl.report.tuning import ParallelLayout, TunedSetting
 from moe_rl.report.units import GIB
-from moe_rl.simulators.balanced import BalancedBatch, BalancedStep, cost_of_lengths
+from moe_rl.simulators.balanced import BalancedBatch, BalancedStep, cost_of_lengths, length_of_equal_sequences
 from moe_rl.simulators.base_time import default_cp_comm_type
 from moe_rl.simulators.memory import held_expert_bytes
 from moe_rl.simulators.pipeline import stage_layers
@@ -91,11 +91,11 @@ class ShapeTask:
 
     def _even_step(self, run: TrainingRun, count: int) -> BalancedStep:
         """Return the step of `count` equal micro-batches of sequences with as much attention per token as these."""
-        per_rank = float(self.lengths.sum()) / run.topology.num_ranks
-        batch = BalancedBatch.of(
-            run, tokens_per_rank=max(1, round(per_rank / count)), sequence_length=attended_length(self.lengths)
+        tokens_per_rank = max(1, round(float(self.lengths.sum()) / run.topology.num_ranks / count))
+        length = length_of_equal_sequences(
+            run, self.lengths, row_tokens=tokens_per_rank * run.topology.slices_per_dp_rank
         )
-        return batch.step(count)
+        return BalancedBatch.of(run, tokens_per_rank=tokens_per_rank, sequence_length=length).step(count)
 
     def _run(self, shape: ParallelLayout, setting: StepSetting) -> TrainingRun:
         ranks = self.gpus // shape.pipeline_model_parallel_size
@@ -187,11 +187,6 @@ class ShapeTask:
             peak_gib=(self._peak(run, fullest_tokens) + slots * _slot_bytes(run)) / GIB,
             parts={name: value / seconds for name, value in parts.items()},
         )
-
-
-def attended_length(lengths: NDArray[np.int64]) -> int:
-    """Return the length of equal sequences with as much attention per token: it grows with the square of a length."""
-    return max(1, round(float((lengths.astype(np.float64) ** 2).sum() / lengths.sum())))
 
 
 def _exchange(run: TrainingRun) -> str | None:

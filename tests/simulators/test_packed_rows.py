@@ -6,15 +6,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from strategies import HARDWARE, model_spec
 
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.topology import ClusterTopology
+from moe_rl.report.tuning import ParallelLayout
 from moe_rl.simulators.balanced import BalancedBatch, cost_of_lengths
 from moe_rl.simulators.base_time import SourceWork, core_attention_seconds
 from moe_rl.simulators.pricing import TrainingStep
+from moe_rl.simulators.rl_update import trainer_seconds
 from moe_rl.simulators.setting import StepSetting, TrainingRun
+from moe_rl.study.shape_task import ShapeTask
 
 MODEL = model_spec(num_experts=4, num_layers=2, top_k=1)
 SINKS = replace(MODEL, attention_sinks=True, sliding_window=4, num_sliding_window_layers=1)
@@ -92,3 +96,37 @@ def test_a_balanced_batch_attends_to_rows_of_its_sequence_length() -> None:
     )
     assert packed.work.attention_squares[0, 0, 0] == 64 * 64
     assert packed.step(4).step_time_s > apart.step(4).step_time_s
+
+
+# The same tokens in sequences of 16 and of 64, which fill rows of 512 tokens.
+SHORT, LONG = np.full(128, 16, np.int64), np.full(32, 64, np.int64)
+
+
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+def test_a_search_of_layouts_prices_rows_and_not_the_sequences_in_them(tensor_ranks: int) -> None:
+    def seconds(setting: StepSetting, lengths: NDArray[np.int64]) -> float:
+        task = ShapeTask(
+            shapes=(), model=SINKS, hardware=HARDWARE, base=setting, lengths=lengths, gpus=4, ranks_per_node=4
+        )
+        shape = ParallelLayout(
+            expert_model_parallel_size=2, tensor_model_parallel_size=tensor_ranks, context_parallel_size=1,
+            pipeline_model_parallel_size=1, num_virtual_stages=1, dispatcher="alltoall",
+        )  # fmt: skip
+        setting = replace(setting, tensor_model_parallel_size=tensor_ranks)
+        return float(lengths.sum()) / task.priced(shape, setting, 512).tokens_per_s_per_gpu
+
+    assert seconds(PACKED, SHORT) == pytest.approx(seconds(PACKED, LONG))
+    assert seconds(StepSetting(), SHORT) < seconds(StepSetting(), LONG) < seconds(PACKED, LONG)
+
+
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+def test_an_update_of_lengths_alone_prices_rows_and_not_the_sequences_in_them(tensor_ranks: int) -> None:
+    def seconds(setting: StepSetting, lengths: NDArray[np.int64]) -> float:
+        setting = replace(setting, tensor_model_parallel_size=tensor_ranks)
+        _, update_s = trainer_seconds(
+            SINKS, HARDWARE, setting, lengths, train_gpus=4, ep_size=2, micro_batch_tokens=512
+        )
+        return update_s
+
+    assert seconds(PACKED, SHORT) == pytest.approx(seconds(PACKED, LONG))
+    assert seconds(StepSetting(), SHORT) < seconds(StepSetting(), LONG) < seconds(PACKED, LONG)

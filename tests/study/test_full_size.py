@@ -81,6 +81,22 @@ def test_a_point_of_a_sweep_and_a_tuned_setting_have_the_figure_of_a_simulation(
     assert seconds == pytest.approx(simulated.yardstick("forced_balance").step_time_s, rel=0.01)
 
 
+def test_packed_rows_cost_the_same_in_a_search_of_layouts_and_in_a_simulation(tmp_path: Path) -> None:
+    trace = write_npz(tmp_path / "run.npz", sequences=48, tokens=160, experts=32, layers=24, top_k=4)
+    ratios = []
+    for packed in (False, True):
+        same: dict[str, Any] = {
+            "model": "gpt-oss-20b", "cluster": "h100", "expert_model_parallel_size": 8, "micro_batch_tokens": 8192,
+            "tensor_model_parallel_size": 1, "context_parallel_size": 1, "pipeline_model_parallel_size": 1,
+            "moe_token_dispatcher_type": "alltoall", "recompute_granularity": "full", "packed_sequences": packed,
+        }  # fmt: skip
+        simulated = moe_rl.simulate(trace, policy="static", **same)
+        tuned = moe_rl.tune(trace, gpus=8, jobs=1, **same).best
+        seconds = float(str(simulated.trace["num_tokens"])) / tuned.tokens_per_s_per_gpu / 8
+        ratios.append(seconds / simulated.yardstick("forced_balance").step_time_s)
+    assert ratios == pytest.approx([1.0, 1.0], rel=0.01)
+
+
 def test_eplb_pays_a_twentieth_of_its_moves_by_itself(recording: Path) -> None:
     asked = {**ASKED, "policy": "static,eplb", "batch": "recorded", "micro_batch_tokens": 320}
     moved = [
