@@ -30,6 +30,17 @@ def test_parts_add_up_and_the_picture_shows_every_policy(tmp_path: Path) -> None
     assert "moe-rl" in table
 
 
+def test_without_an_earlier_step_policies_that_need_one_are_left_out(tmp_path: Path) -> None:
+    ran = moe_rl(
+        "rl-step", write_npz(tmp_path / "t.npz"), "--ep", 4, "--num-experts", 8, "--batch", "recorded", "--json", "-"
+    )
+    assert ran.code == 0, ran.err
+    assert "eplb is left out" in ran.err + ran.out
+    policies = json.loads(ran.out)["policies"]
+    assert "eplb" not in policies
+    assert {"static", "moe-rl"} <= set(policies)
+
+
 def test_a_rollout_without_graphs_waits_for_its_host(tmp_path: Path) -> None:
     trace = write_npz(tmp_path / "t.npz")
     documents = [

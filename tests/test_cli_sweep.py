@@ -82,6 +82,16 @@ def test_the_table_has_a_line_per_point(tmp_path: Path, trace: Path) -> None:
         assert expected in cells
 
 
+def test_a_number_of_gpus_can_be_swept_over_as_simulate_takes_it(tmp_path: Path, trace: Path) -> None:
+    setting = ("--num-experts", 8, "--objective", "imbalance", "--policy", "static,moe-rl", "--seed", 0)
+    ran = sweep(
+        trace, "--gpus", 8, "--micro-batch-tokens", 80, "--sweep", "ep=2,4", "--out", tmp_path / "s.jsonl",
+        setting=setting,
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert [line["setting"]["num_ep_groups"] for line in lines_of(tmp_path / "s.jsonl")] == [4, 2]
+
+
 def test_without_times_the_sweep_shows_imbalance(tmp_path: Path, trace: Path) -> None:
     plot = tmp_path / "s.svg"
     ran = sweep(trace, "--sweep", "ep=2,4", "--objective", "imbalance", "--out", tmp_path / "s.jsonl", "--plot", plot)

@@ -197,7 +197,7 @@ def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> T
         f"an RL step cannot use --batch {SCALED} (implied by --tokens-per-rank with --ep-group-tokens), which "
         "scales expert loads: an RL step needs the samples of the trace.",
     )
-    plans = make_plans(scenario, beside_static(options.planning.policy), progress)
+    plans = make_plans(scenario, beside_static(scenario.options.planning.policy), progress)
     progress("simulating", 0, 1)
     passes = _passes(scenario, plans, mini_batches=options.trainer.mini_batches)
 

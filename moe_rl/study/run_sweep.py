@@ -21,7 +21,7 @@ from moe_rl.study.options import SimulationOptions
 from moe_rl.study.plan_and_price import predict
 from moe_rl.study.ranks import topology_of, with_groups_of_gpus
 from moe_rl.study.resident_slots import KINDS, deciding_policy, open_scenario
-from moe_rl.study.scenario import Progress, check_policies, open_trace_of_model
+from moe_rl.study.scenario import Progress, check_policies, open_trace_of_model, step_of, with_batch
 from moe_rl.study.shown import SHOWN
 from moe_rl.study.sweep_file import finish_points
 from moe_rl.study.traces import TraceLike, digest_of
@@ -136,7 +136,10 @@ def _check(trace: TraceLike, options: SimulationOptions) -> None:
     for name in KINDS:
         if options.value_of(name) == AUTO:
             deciding_policy(options.planning, options.pricing, model.spec, name)
-    topology_of(with_groups_of_gpus(options), load_cluster(options.pricing.cluster), (), num_experts=source.num_experts)
+    recorded_parts = tuple(source.parts(step_of(source, options)))
+    options = with_batch(with_groups_of_gpus(options), recorded_parts)
+    hardware = load_cluster(options.pricing.cluster)
+    topology_of(options, hardware, recorded_parts, num_experts=source.num_experts)
 
 
 def _settings(trace: TraceLike, options: SimulationOptions, grid: Grid) -> dict[str, Any]:

@@ -187,11 +187,11 @@ def state_scenario(
         f"{chunks} model chunks (pipeline stages x virtual stages) need at least as many layers, but model "
         f"{model.spec.name!r} has only {layers}.",
     )
-    step = source.steps[-1] if options.sequences.step is None else options.sequences.step
+    step = step_of(source, options)
     recorded_parts = tuple(source.parts(step))
     recorded_lengths = lengths_of(recorded_parts)
     recorded = RecordedStep(num_sequences=len(recorded_lengths), num_tokens=int(recorded_lengths.sum()))
-    options = _with_batch(options, recorded_parts)
+    options = with_batch(options, recorded_parts)
     topology = topology_of(options, hardware, recorded_parts, num_experts=model.spec.num_experts)
     parts: tuple[StepPart, ...] = recorded_parts
     if options.sequences.batch == DRAWN:
@@ -242,7 +242,14 @@ def state_scenario(
     )
 
 
-def _with_batch(options: SimulationOptions, parts: Sequence[Trace]) -> SimulationOptions:
+def step_of(source: TraceSource, options: SimulationOptions) -> int:
+    """Return the step of the trace that the options name; the last one if they name none."""
+    if options.sequences.step is None:
+        return source.steps[-1]
+    return options.sequences.step
+
+
+def with_batch(options: SimulationOptions, parts: Sequence[Trace]) -> SimulationOptions:
     """Return the options with the kind and the sizes of the batch in them, which `parts` of the trace may decide.
 
     Options that state the default change nothing: of a trace without a layout, on 16 ranks,
