@@ -479,6 +479,27 @@ def test_ranks_with_different_targets_or_targets_of_another_size_stay() -> None:
     on_homes(step)
 
 
+def test_where_no_errand_failed_there_is_no_way_back_to_make_up_for() -> None:
+    """Ranks agree on one move per reorder, and on one more behind an errand whose way back was lost."""
+
+    def step(rank: int, homes: ExpertHomes, movable: Movable) -> None:
+        targets: list[ExpertPlacement] = []
+        move = homes._move
+
+        def noted(home: ExpertPlacement, **words: Any) -> int:
+            targets.append(home)
+            return move(home, **words)
+
+        homes._move = noted  # type: ignore[method-assign]
+        for seed in (1, 2):
+            homes.reorder(placement_of(seed))
+            with homes.canonical(weights_only=True):
+                pass
+        assert len(targets) == 2 * 3, "a reorder, there and back"
+
+    on_homes(step)
+
+
 def test_the_way_back_of_an_errand_that_failed_is_made_up_for() -> None:
     first, second = placement_of(8), placement_of(9)
 
