@@ -347,8 +347,11 @@ def memory_notes(tmp_path: Path, trace: Path, *options: object) -> list[str]:
 
 def test_a_step_that_only_balance_makes_fit_is_announced(tmp_path: Path, trace: Path) -> None:
     (note,) = memory_notes(tmp_path, trace, "--tokens-per-rank", 68_000)
-    expected = r"out of memory: the predicted peak exceeds the 79.6 GiB of h100: static 8[\d.]+ GiB on rank \d\. "
-    remedies = r"Any of these would fit: micro-batches with 9\d% of the tokens under static; the replicas of ultraep;"
+    expected = (
+        r"out of memory under static: the predicted peak exceeds the 79.6 GiB of h100: static 8[\d.]+ GiB on rank \d\. "
+        r"ultraep fits\. "
+    )
+    remedies = r"Any of these would make static fit: micro-batches with 9\d% of the tokens under static; "
     assert re.match(expected + remedies, note)
     assert memory_notes(tmp_path, trace) == []
 
@@ -469,3 +472,9 @@ def test_a_cluster_of_assumed_constants_says_so_under_every_table(tmp_path: Path
     assumed = " ".join(moe_rl(*alone, "--cluster", "h200").out.split())
     assert "constants are assumed rather than measured" in assumed
     assert "are assumed rather than measured" not in " ".join(moe_rl(*alone, "--cluster", "h100").out.split())
+
+
+def test_nodes_are_those_of_all_gpus(tmp_path: Path, trace: Path) -> None:
+    four_nodes = ("--ep", 4, "--gpus", 8, "--ranks-per-node", 2, "--micro-batch-tokens", 80, "--num-experts", 8)
+    document = simulated(tmp_path, trace, *four_nodes, "--policy", "static", "--objective", "imbalance")
+    assert (document["setting"]["num_gpus"], document["setting"]["num_nodes"]) == (8, 4)

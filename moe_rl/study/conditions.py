@@ -14,7 +14,7 @@ from moe_rl.core.software import TUNED, TYPICAL
 from moe_rl.core.topology import NO_CONSTANT, HardwareSpec
 from moe_rl.planner.others.moonep import MoonEpPlanner
 from moe_rl.planner.predict import break_even_tokens
-from moe_rl.report.units import GIB, format_bytes, format_count
+from moe_rl.report.units import GIB, format_bytes, format_count, listed
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
@@ -76,6 +76,7 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
     """Return the conditions that the numbers hold under."""
     options, topology, problem = scenario.options, scenario.topology, scenario.problem
     conditions, step = result.conditions.as_json(), options.step_setting()
+    num_gpus = topology.num_ranks * options.parallel.pipeline_model_parallel_size
     if not timed:
         conditions.pop("phi", None)
     facts = {
@@ -90,8 +91,8 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         if options.passes.seq_length is None
         else None,
         "ranks_per_node": topology.ranks_per_node,
-        "num_nodes": topology.num_nodes,
-        "num_gpus": topology.num_ranks * options.parallel.pipeline_model_parallel_size,
+        "num_nodes": -(-num_gpus // topology.ranks_per_node),
+        "num_gpus": num_gpus,
         "num_ep_groups": topology.num_ep_groups,
         "visits": _visits(scenario, result) if timed else None,
         "slots": problem.replica_slots,
@@ -317,14 +318,15 @@ def _memory_that_lacks(scenario: Scenario, result: SimulationResult) -> list[str
         peaks.append(f"{name} {peak_gib:.1f} GiB on rank {memory.fullest_rank}")
     fullest = next(iter(lacking))
     fewer, *other_remedies = lacking[fullest].remedies
-    # A policy that fits shows that its copies do: a remedy that changes nothing of the run.
-    fitting = " or ".join(name for name in result.policies if name not in lacking)
     remedies = [f"{fewer} under {fullest}", *other_remedies]
+    # A policy that fits shows that its copies do: a remedy that changes nothing of the run.
+    fitting = [name for name in result.policies if name not in lacking]
+    others = ""
     if fitting:
-        remedies.insert(1, f"the replicas of {fitting}")
+        others = f" {listed(fitting)} {'fits' if len(fitting) == 1 else 'fit'}."
     return [
-        f"out of memory: the predicted peak exceeds the {hardware.hbm_gib:g} GiB of {hardware.name}: "
-        f"{', '.join(peaks)}. Any of these would fit: {'; '.join(remedies)}."
+        f"out of memory under {listed(list(lacking))}: the predicted peak exceeds the {hardware.hbm_gib:g} GiB of "
+        f"{hardware.name}: {', '.join(peaks)}.{others} Any of these would make {fullest} fit: {'; '.join(remedies)}."
     ]
 
 

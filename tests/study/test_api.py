@@ -122,6 +122,7 @@ def test_gpus_set_the_number_of_ep_groups_and_stand_in_the_header(path: Path) ->
     assert figures(report) == figures(moe_rl.simulate(path, num_ep_groups=2, micro_batch_tokens=200, **options))
     staged = moe_rl.simulate(path, gpus=8, pipeline_model_parallel_size=2, micro_batch_tokens=200, **options)
     assert (staged.setting["num_ep_groups"], staged.setting["num_gpus"]) == (1, 8)
+    assert staged.setting["num_nodes"] == 1
     memory = report.memory["static"]
     assert f"fits: {memory.peak_bytes / 2**30:.1f} of {memory.hbm_bytes / 2**30:.1f} GiB" in " ".join(
         str(report).split()
