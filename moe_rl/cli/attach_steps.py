@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 
-from moe_rl.cli.doctor import FIX_FIRST
 from moe_rl.config import load_model
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor.diagnosis import Finding
@@ -36,6 +35,7 @@ SWITCHES = {True: SWITCH_OFF, False: SWITCH_ON}
 """By whether `MOE_RL` switches moe_rl on."""
 PREFIXES = {"verl": "actor/"}
 """What a framework's log puts before the names of metrics."""
+FIX_FIRST = "fix first"
 NODE = 8  # GPUs of a node where the files do not say.
 MATRICES = 3  # Of a gated expert: gate, up, down.
 SLOT_BYTES = 2 + 4  # Per weight: bf16, and the fp32 gradient that is received in the same slot.
@@ -48,6 +48,11 @@ class Step:
 
     title: str
     sentences: tuple[str, ...]
+
+    @property
+    def repairs(self) -> bool:
+        """Whether it names what stops the run or spoils it."""
+        return self.title == FIX_FIRST
 
     def as_json(self) -> dict[str, object]:
         """Return the step's part of the document."""

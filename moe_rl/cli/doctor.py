@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from moe_rl.cli.attach_steps import Step
 
 UNHEALTHY = 1
-# Title of the step that says what stops the run or spoils it.
-FIX_FIRST = "fix first"
 
 
 def doctor(
@@ -45,7 +43,7 @@ def doctor(
     diagnosis = examine(run, probe() if environment else None, attach=attach)
     steps = attach_steps(diagnosis)
     document = diagnosis.as_json()
-    healthy = diagnosis.healthy and not any(step.title == FIX_FIRST for step in steps)
+    healthy = diagnosis.healthy and not any(step.repairs for step in steps)
     document["healthy"] = healthy
     if steps:
         document["steps"] = [step.as_json() for step in steps]
