@@ -806,7 +806,9 @@ def test_memory_is_forecast_for_updates_and_says_what_would_fit() -> None:
         fitting = rank.cycle.fitting_tokens
         rank.ran(routes[:1], PassSource.replayed(routes))
         assert rank.cycle.fitting_tokens == fitting, "of a pass that is not like the last one nothing is learned"
+        rank.ran(routes, PassSource.unknown(2))
         foretold = rank.ran(routes, PassSource.unknown(2))
+        assert foretold.source == "history"
         assert foretold.memory is not None, "without a bound of the rows it is that of the expected ones"
         assert foretold.predicted_rows is not None
         assert foretold.memory.peak_bytes == foretold.predicted_rows.max()
