@@ -280,3 +280,29 @@ def test_detached_layers_are_megatrons_own(monkeypatch: pytest.MonkeyPatch) -> N
     for part in ("buffers release", "gradients release", "guards remove", "thread shutdown", "exchange destroy"):
         assert held.calls.count(part) == 1
     assert held.calls[-3:] == ["groups destroy", "entry remove", "clock remove"]
+
+
+@pytest.mark.parametrize("observe", [False, True])
+def test_layers_begin_at_their_transformer_layer_but_where_a_graph_captures_it(
+    observe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch, observe=observe)
+    held.layers[:] = [layer_of(1), layer_of(2, cuda_graph_impl="transformer_engine")]
+    for state in held.states:
+        state.entry = None
+    guarded: list[Any] = []
+    monkeypatch.setattr(balancer_module, "hook_entry", lambda chunk, layer: (chunk, layer.layer_number))
+    monkeypatch.setattr(
+        balancer_module, "NameGuards", lambda layers, optimizer, state_is_home: guarded.append((layers, optimizer))
+    )
+    monkeypatch.setattr(balancer_module.flex, "limit_rows", lambda dispatcher, rows: held.limits.append(rows))
+    monkeypatch.setattr(Balancer, "_forecast_of", lambda self, chunks: ("forecast of", chunks))
+    held.balancer._optimizer = "the optimizer"
+    held.balancer.install(["first", "second"])  # type: ignore[list-item]
+    assert [type(layer) for layer in held.layers] == [ElasticMoELayer] * 2
+    assert [layer._elastic for layer in held.layers] == held.states
+    assert [state.entry for state in held.states] == [("first", 2), None]
+    assert guarded == [(held.layers, "the optimizer")]
+    assert held.balancer.run.memory == ("forecast of", ["first", "second"])
+    assert held.limits == [None, None]
+    assert held.calls == (["buffers release", "residents release"] if observe else []), "who observes copies nothing"
