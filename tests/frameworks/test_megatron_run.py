@@ -78,11 +78,17 @@ def calls() -> Iterator[list[Any]]:
     with (
         patch.object(megatron_run, "LoadWatch", lambda chunks: Part(found, "loads", {"of loads": 2.0})),
         patch.object(megatron_run, "RouterWatch", lambda chunks, **words: watch(found, words)),
-        patch.object(megatron_run, "RoutingRecorder", lambda chunks, path: Recorder(found, "recorder")),
+        patch.object(megatron_run, "RoutingRecorder", lambda chunks, path: recorder_of(found, chunks, path)),
         patch.object(megatron_run.dist, "get_rank", lambda: 0),
         patch.object(megatron_run, "publish", lambda metrics, port: found.append(("publish", dict(metrics), port))),
     ):
         yield found
+
+
+def recorder_of(calls: list[Any], chunks: Any, path: Path) -> Recorder:
+    assert chunks is CHUNKS
+    assert path == Path("there")
+    return Recorder(calls, "recorder")
 
 
 def watch(calls: list[Any], words: dict[str, Any]) -> Part:
@@ -189,6 +195,9 @@ def test_whatever_a_call_raises_the_rank_is_outside_of_a_pass(raised: type[BaseE
     with pytest.raises(raised):
         run.around(call, None, forward_only=False)
     assert names(calls)[-3:] == ["balancer give_up", "watch give_up", "loads give_up"]
+    assert run.last_metrics == {}
+    run.around(lambda: None, None, forward_only=False)
+    run.give_up()  # by a framework, outside of a call
     assert run.last_metrics == {}
 
 
@@ -405,7 +414,9 @@ class Attached:
             ),
             patch.object(megatron_run, "ranks_per_host", lambda group: {"the EP group": 2}[group]),
             patch.object(megatron_run, "chosen", lambda config, stated, models: config),
-            patch.object(megatron_run, "announce", lambda *args, **words: None),
+            patch.object(
+                megatron_run, "announce", lambda *args, **words: self.calls.append(("announced", *args, words))
+            ),
             patch.object(megatron_run, "get_model_config", lambda model: SimpleNamespace(num_moe_experts=self.experts)),
             patch.object(state, "get_expert_model_parallel_world_size", lambda: self.ep_size),
             patch.object(state, "get_expert_model_parallel_group", lambda: "the EP group"),
@@ -423,6 +434,8 @@ def test_a_run_is_attached_with_its_hosts_and_moves_experts_where_it_is_guarded(
     stays = where.run()
     assert stays.balancer is not None
     assert "loops reads and writes weights" in str(stays.balancer.run.homes_stay)
+    policy = BalancerConfig().policy
+    assert ("announced", "loops", "1.0", {"num_layers": 3, "policy": policy}) in calls
     facts = next(call[2] for call in calls if call[0] == "common")
     assert facts["the version of loops"] == "1.0"
     assert facts["strict"] is False
