@@ -140,6 +140,19 @@ def test_routes_of_other_layers_in_one_micro_batch_are_refused() -> None:
         run(data_iterator=iter(range(2)), num_microbatches=2)
 
 
+@pytest.mark.parametrize("there", [1, 3])
+def test_too_few_micro_batches_are_refused_before_the_pass(there: int) -> None:
+    """Of another iterator no more are read than the pass has, whatever it still holds."""
+    balancer = balancer_of()
+    run = forward_backward(lambda **_: None, balancer, lambda batches: None, again=lambda: iter(range(there)))
+    if there == 1:
+        with pytest.raises(InvalidInputError, match="`again` returned 1 micro-batches, but num_microbatches is 2"):
+            run(data_iterator=iter(range(2)), num_microbatches=2)
+    else:
+        run(data_iterator=iter(range(2)), num_microbatches=2)
+    assert balancer.begin_pass.called == (there != 1)
+
+
 def test_what_was_looked_at_comes_again_before_the_rest_for_every_chunk() -> None:
     class Data(Iterator[int]):
         """An iterator with an attribute that a framework reads."""
