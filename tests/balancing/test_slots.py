@@ -106,7 +106,7 @@ def test_a_replica_in_the_home_slot_of_another_expert_is_refused() -> None:
     def replica_in(slot: int) -> SlotTables:
         one = np.ones((1, 2), np.int32)
         replicas = ReplicaPlan(
-            offsets=np.array([0, 0, 0, 1, 1]),  # micro-batch 1, layer 0
+            offsets=np.array([0, 0, 0, 0, 1]),  # micro-batch 1, layer 1
             expert=np.array([0], np.int32),
             physical_id=np.array([slot], np.int32),
             source_quota=one,
@@ -118,8 +118,8 @@ def test_a_replica_in_the_home_slot_of_another_expert_is_refused() -> None:
         )
         return SlotTables.of_plan(replace(static, replicas=replicas), group=0, source_rank=0)
 
-    assert replica_in(5).row.tolist() == [[-1, -1], [0, -1]]
-    with pytest.raises(InvalidInputError, match="in micro-batch 1, layer 0, the plan puts a replica into the home"):
+    assert replica_in(5).row.tolist() == [[-1, -1], [-1, 0]]
+    with pytest.raises(InvalidInputError, match="in micro-batch 1, layer 1, the plan puts a replica into the home"):
         replica_in(4)
 
 
