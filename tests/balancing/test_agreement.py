@@ -89,6 +89,18 @@ def test_ranks_that_hold_other_residents_do_without_a_plan() -> None:
         assert one.misfit.kind == "ranks"
 
 
+def test_parts_of_passes_of_different_lengths_are_refused() -> None:
+    """Both ranks plan the first micro-batch, of a pass of two and of one of three."""
+
+    def said(exchange: InMemory) -> str:
+        with pytest.raises(InvalidInputError) as error:
+            planned(exchange, placement_with(2), num_micro_batches=2 + exchange.rank)
+        return str(error.value)
+
+    for sentence in on_all_ranks(2, said):
+        assert sentence.endswith("the same number of micro-batches with routes, but they have 2, 3.")
+
+
 def test_a_rank_that_cannot_plan_its_layers_says_so_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 plans layer 0, rank 1 layer 1, for which there is no plan."""
     plan_of_load = pass_planner.plan_of_load
