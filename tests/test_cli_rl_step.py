@@ -41,6 +41,16 @@ def test_without_an_earlier_step_policies_that_need_one_are_left_out(tmp_path: P
     assert {"static", "moe-rl"} <= set(policies)
 
 
+def test_no_figure_of_the_tables_is_cut(tmp_path: Path) -> None:
+    policies = "eplb-oracle,lplb-oracle,ultraep,moe-rl,llep"
+    ran = moe_rl("rl-step", write_npz(tmp_path / "t.npz"), *SETTING[:-1], policies)
+    assert ran.code == 0, ran.err
+    assert "\u2026" not in ran.out
+    for name in ("static", *policies.split(",")):
+        assert re.search(rf"^ ?{name} .* \d\.\d+-\d\.\d+x +\d\.\d+x *$", ran.out, re.MULTILINE), ran.out
+    assert re.search(r"RL step [\d.]+x \([\d.]+-[\d.]+\) against static|saves no time", ran.out)
+
+
 def test_a_rollout_without_graphs_waits_for_its_host(tmp_path: Path) -> None:
     trace = write_npz(tmp_path / "t.npz")
     documents = [

@@ -1,6 +1,6 @@
 """`moe-rl rl-step`: what balancing saves in a whole step of RL."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +56,8 @@ def rl_step(
 
     def show(console: Console) -> None:
         for name, point in points.items():
-            console.print(_table(name or "part (s)", point))
+            for table in _tables(name or "part (s)", point, console.width):
+                console.print(table)
             console.print(_headline(point))
 
     deliver(files, partial(json_text, document), json_path, show)
@@ -67,7 +68,8 @@ def _page(point: "RlPoint", draw: Callable[[float], Markup], notes: Sequence[str
     from moe_rl.report.faces import PAGE_COLUMNS, printed
     from moe_rl.report.html import render_picture
 
-    table = printed(lambda console: console.print(_table("part (s)", point)), PAGE_COLUMNS)
+    tables = _tables("part (s)", point, PAGE_COLUMNS)
+    table = printed(lambda console: console.print(*tables, sep="\n"), PAGE_COLUMNS)
     return render_picture("moe_rl rl-step", _headline(point), draw, table, notes=notes)
 
 
@@ -83,36 +85,44 @@ def _headline(point: "RlPoint") -> str:
         return "Balancing the update saves no time in this RL step"
     if name == FORCED:
         return f"Perfect balance would make the update {update:.2f}x and the RL step {step:.2f}x as fast"
-    return f"{name}: update {update:.2f}x, RL step {step:.2f}x against static placement"
+    low, high = point.intervals[name].speedup
+    return f"{name}: update {update:.2f}x, RL step {step:.2f}x ({low:.2f}-{high:.2f}) against static placement"
 
 
-def _table(title: str, point: "RlPoint") -> Table:
-    """Return a row per part and a column per policy."""
-    import numpy as np  # which the help of the command does not wait for
-
+def _tables(title: str, point: "RlPoint", width: int) -> list[Table]:
+    """Return tables of at most `width` columns: the parts under every policy, then a row per policy with intervals."""
     from moe_rl.report.tables import figures_table
 
-    steps = list(point.steps.values())
     static = point.steps["static"]
-    table = figures_table(title, *point.steps)
-    step_s = np.array([step.step_time_s for step in steps])
-    update_s = np.array([step.parts_s["update"] for step in steps])
-
-    def add(name: str, figures: Iterable[float], form: str) -> None:
-        table.add_row(name, *(form.format(figure) for figure in figures))
-
-    seconds_form = f"{{:.{decimals(float(step_s.max()), 4)}f}}"
-    for part in static.parts_s:
-        add(part.replace("_", " "), [step.parts_s[part] for step in steps], seconds_form)
-    interval_cells, speedup_cells = [], []
-    for interval in point.intervals.values():
-        low, high = interval.step_time_s
-        interval_cells.append(f"{low:.3g}-{high:.3g}")
+    digits = decimals(max(step.step_time_s for step in point.steps.values()), 4)
+    first_column = max(len(title), *map(len, static.parts_s)) + 1
+    tables = []
+    for names in _side_by_side(list(point.steps), width - first_column):
+        parts = figures_table(title, *names)
+        for part in static.parts_s:
+            seconds = [point.steps[name].parts_s[part] for name in names]
+            parts.add_row(part.replace("_", " "), *(f"{part_s:.{digits}f}" for part_s in seconds))
+        tables.append(parts)
+    whole = figures_table("policy", "step (s)", "80 % interval", "vs static", "80 % interval", "update")
+    for name, step in point.steps.items():
+        interval = point.intervals[name]
+        low_s, high_s = interval.step_time_s
         low, high = interval.speedup
-        speedup_cells.append(f"{low:.3f}-{high:.3f}x")
-    add("step (s)", step_s, seconds_form)
-    table.add_row("80 % interval (s)", *interval_cells)
-    add("step vs static", static.step_time_s / step_s, "{:.3f}x")
-    table.add_row("80 % interval", *speedup_cells)
-    add("update vs static", static.parts_s["update"] / update_s, "{:.3f}x")
-    return table
+        update = static.parts_s["update"] / step.parts_s["update"]
+        speedups = (f"{static.step_time_s / step.step_time_s:.3f}x", f"{low:.3f}-{high:.3f}x", f"{update:.3f}x")
+        whole.add_row(name, f"{step.step_time_s:.{digits}f}", f"{low_s:.3g}-{high_s:.3g}", *speedups)
+    return [*tables, whole]
+
+
+def _side_by_side(names: list[str], width: int) -> list[list[str]]:
+    """Return the names in groups whose columns fit into `width`; a figure takes 10 columns at most."""
+    groups: list[list[str]] = [[]]
+    left = width
+    for name in names:
+        column = max(len(name), 10) + 1
+        if groups[-1] and column > left:
+            groups.append([])
+            left = width
+        groups[-1].append(name)
+        left -= column
+    return groups
