@@ -20,6 +20,8 @@ from moe_rl.simulators.result import IMBALANCE_PARTS
 # These parts grow with the sequences of a rank, whatever its experts do.
 PER_RANK_PARTS = ("attention", "tensor_parallel", "context_parallel", "shared_experts", "dense_mlp", "head")
 PLAN_PARTS = ("replicate", "prefetch", "reorder")
+# These parts shrink while a rank waits: they are what work on the GPU does not cover.
+UNCOVERED_PARTS = ("host", "grad_reduce", "param_gather")
 # Waiting below this share of the step is inside the model's error: the step counts as work.
 LITTLE_TIME = 0.03
 # Imbalance below this counts as balanced.
@@ -33,7 +35,8 @@ class Limits:
 
     policy: str
     verdict: str
-    """kernel, packing, node, placement, split or plan; "balanced" where times were not computed and little is left."""
+    """kernel, host, packing, node, placement, split or plan; "balanced" where times were not computed and little is
+    left."""
     seconds: Mapping[str, float]
     """Of the policy's step: kernels, packing, routing, plan, pipeline_bubble; empty where times were not computed."""
     sentences: tuple[str, ...]
@@ -55,6 +58,8 @@ def limits(report: ReportData) -> Limits | None:
     seconds = _seconds(report, best)
     if seconds:
         verdict = _verdict(seconds, verdict)
+        if verdict == "kernel" and _host_covers_waits(report, best):
+            verdict = "host"
     elif best.imbalance - 1.0 < LITTLE_LOAD:
         verdict = "balanced"
     sentences = (*_explained(verdict, best, bounds, seconds), *_between_nodes(report))
@@ -77,8 +82,31 @@ def _seconds(report: ReportData, best: StepPrediction) -> dict[str, float]:
         "plan": above(PLAN_PARTS, {}),
         "pipeline_bubble": best.breakdown_s.get("pipeline_bubble", 0.0),
     }
+    # A balanced step would not be shorter by waits during which the host, or a transfer of gradients, goes on.
+    waiting_s = cut["packing"] + cut["routing"] + cut["plan"]
+    if waiting_s:
+        left = max(0.0, 1.0 - _covered_s(best.breakdown_s, ideal.breakdown_s) / waiting_s)
+        cut |= {name: left * cut[name] for name in ("packing", "routing", "plan")}
     # Time that no wait explains is work.
     return {"kernels": sum(best.breakdown_s.values()) - sum(cut.values()), **cut}
+
+
+def _covered_s(parts_s: Mapping[str, float], ideal_s: Mapping[str, float]) -> float:
+    """Return by how many seconds more of the uncovered parts the ideal step has.
+
+    Example: balance saves 3 s of expert GEMM, but the host's part grows from 4 s to 7 s: the waits cover 3 s.
+    """
+    return max(0.0, sum(ideal_s.get(name, 0.0) - parts_s.get(name, 0.0) for name in UNCOVERED_PARTS))
+
+
+def _host_covers_waits(report: ReportData, best: StepPrediction) -> bool:
+    """Return whether waits that would count are no longer than what the host, and transfers beside it, go on with."""
+    ideal = report.yardstick("ideal")
+    if not (best.breakdown_s and ideal and ideal.breakdown_s):
+        return False
+    host_grows = ideal.breakdown_s.get("host", 0.0) > best.breakdown_s.get("host", 0.0)
+    covered_s = _covered_s(best.breakdown_s, ideal.breakdown_s)
+    return host_grows and covered_s >= LITTLE_TIME * sum(best.breakdown_s.values())
 
 
 def _verdict(seconds: Mapping[str, float], cause: str) -> str:
@@ -105,7 +133,7 @@ def _explained(verdict: str, best: StepPrediction, bounds: LoadBounds, seconds: 
     if verdict == "kernel":
         parts_s = best.breakdown_s or {}
         largest = largest_shares(in_units(parts_s, sum(parts_s.values())), part_name)
-    spent = {"kernel": "kernels", "packing": "packing", "plan": "plan"}.get(verdict, "routing")
+    spent = {"kernel": "kernels", "host": "kernels", "packing": "packing", "plan": "plan"}.get(verdict, "routing")
     facts = {
         "best": best,
         "kind": verdict.capitalize(),

@@ -179,7 +179,10 @@ def test_without_static_no_speed_up_is_claimed() -> None:
     assert "no speed-up is given" in said.details[0]
 
 
-def limited(*, node: float | None = 1.05, placement: float = 1.08, load: float = 1.1, **breakdown: float) -> Any:
+def limited(
+    *, node: float | None = 1.05, placement: float = 1.08, load: float = 1.1, ideal_host: float = 0.0,
+    **breakdown: float,
+) -> Any:  # fmt: skip
     """The limits of a policy of 7 s beside forced balance of 6 s and a bound of 5 s."""
     parts = {"attention": 3.0, "expert_gemm": 2.0, "all_to_all": 1.0, "reorder": 0.0}
     policies = (
@@ -187,7 +190,8 @@ def limited(*, node: float | None = 1.05, placement: float = 1.08, load: float =
         replace(prediction("ultraep", 7.0, load=load), breakdown_s=parts | breakdown),
     )
     yardsticks = tuple(
-        replace(prediction(name, 6.0, load=1.0), breakdown_s=parts) for name in ("forced_balance", "ideal")
+        replace(prediction(name, 6.0, load=1.0), breakdown_s=parts | {"host": ideal_host})
+        for name in ("forced_balance", "ideal")
     )
     bounds = BOUNDS | {"ultraep": LoadBounds(lb0=1.0, node=node, placement=placement)}
     found = limits(report(*policies, yardsticks=yardsticks, bounds=bounds))
@@ -225,6 +229,18 @@ def test_waiting_for_the_busiest_rank_is_put_down_to_the_bound_that_explains_mos
     assert found.verdict == expected
     assert found.sentences[0].startswith(f"{verdict.capitalize()}-limited: under ultraep, 14.3% of the step")
     assert said in found.sentences[0]
+
+
+def test_waits_that_the_host_goes_on_in_are_put_down_to_the_host() -> None:
+    """Balance saves 1 s of expert GEMM, for which the host's part grows by as much: the step is no shorter."""
+    found = limited(host=1.0, ideal_host=2.0, expert_gemm=3.0)
+    assert found.verdict == "host"
+    assert found.sentences[0].startswith("Host-limited")
+    assert found.seconds["routing"] == 0
+    assert limited(host=1.0, ideal_host=1.01).verdict == "kernel"
+    half = limited(host=1.0, ideal_host=1.5, expert_gemm=3.0)
+    assert half.verdict == "node"
+    assert half.seconds["routing"] == pytest.approx(0.5)
 
 
 def test_waiting_for_long_sequences_is_limited_by_packing() -> None:
