@@ -38,7 +38,7 @@ def test_keys_set_fields_that_there_are(reader: Reader) -> None:
     "change",
     [
         lambda raw: {"words": [*raw.words, "miles.train"]},
-        lambda raw: {"files": [*raw.files, "/root/Miles/run.sh"]},
+        lambda raw: {"files": [*raw.files, "/data/Miles/run.sh"]},
         lambda raw: {"entries": [*raw.entries, replace(raw.entries[0], key="custom_path", value=("miles.utils.x",))]},
         lambda raw: {"entries": [*raw.entries, replace(raw.entries[0], key="miles_router_port", value=(9,))]},
     ],
