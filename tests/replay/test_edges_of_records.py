@@ -116,6 +116,29 @@ def test_sglang_may_be_asked_for_no_row_and_not_for_rows_behind_the_end(tmp_path
         refused(tmp_path / "t.json", bodies[1], sentence, format="sglang", num_layers=3, top_k=4)
 
 
+@pytest.mark.parametrize("options", [{"num_layers": 3}, {"top_k": 4}])
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_sglangs_responses_without_rows_have_the_shape_of_the_others(
+    tmp_path: Path, options: dict[str, int], order: int, suffix: str
+) -> None:
+    """They do not show the half of the shape that no option states, wherever they stand in the file."""
+    bodies = [producers.sglang_response(IDS, 4, start=start) for start in (6, 0)][::order]
+    path = tmp_path / f"t{suffix}"
+    path.write_text(json.dumps(bodies) if suffix == ".json" else "\n".join(map(json.dumps, bodies)))
+    trace = open_source(path, options=ImportOptions(num_experts=32, **options)).load()
+    assert trace.valid.tolist() == ([False] * 7 + [True] * 6 + [False] if order == 1 else [True] * 6 + [False] * 8)
+    assert trace.routed_experts.shape == (14, 3, 4)
+
+
+def test_sglangs_file_without_any_row_is_empty_and_lost_rows_are_a_misfit(tmp_path: Path) -> None:
+    body = producers.sglang_response(IDS, 4, start=6)
+    refused(tmp_path / "t.json", [body], "no token has a recorded route", format="sglang", num_layers=3)
+    body = producers.sglang_response(IDS, 4)
+    body["meta_info"]["routed_experts"] = ""
+    refused(tmp_path / "t.json", [body], "there are routes for 0 tokens, but 7 tokens", format="sglang", top_k=4)
+
+
 # ---- NeMo-RL --------------------------------------------------------------------------------------------------------
 
 

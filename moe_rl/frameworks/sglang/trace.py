@@ -6,12 +6,14 @@ The routes are base64-encoded int32 ids in C order. Their shape is
 (sgl-project/sglang:python/sglang/srt/state_capturer/routed_experts.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.replay.importers.json_files import each_sequence, json_head
+from moe_rl.core.errors import InvalidInputError, located, require
+from moe_rl.replay.importers.json_files import each_sequence, json_head, json_records
 from moe_rl.replay.importers.payloads import from_base64, from_bytes, integer, objects
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence, sequence_of_tokens
 
@@ -22,14 +24,37 @@ def _recognizes(path: Path) -> bool:
 
 
 def _read(path: Path, options: ImportOptions) -> Iterator[RecordedSequence]:
+    shape_of_file = cache(partial(_with_shape_of_rows, path, options))
+
     def sequences(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]:
-        for choice in objects(record.get("choices", [record]), "choices must be objects."):
-            yield _sequence(choice, record, options, where)
+        for choice in _choices(record):
+            yield _sequence(choice, record, options, shape_of_file, where)
 
     yield from each_sequence(path, sequences)
 
 
-def _sequence(choice: dict[str, Any], record: dict[str, Any], options: ImportOptions, where: str) -> RecordedSequence:
+def _choices(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return objects(record.get("choices", [record]), "choices must be objects.")
+
+
+def _with_shape_of_rows(path: Path, options: ImportOptions) -> ImportOptions:
+    """Return the options with the numbers of layers and choices of the file's first response that has rows."""
+    for where, record in json_records(path):
+        with located(where):
+            for choice in _choices(record):
+                sequence = _sequence(choice, record, options, lambda: options, where)
+                if sequence.valid is not None and sequence.valid.any():
+                    return replace(options, num_layers=sequence.routes.shape[1], top_k=sequence.routes.shape[2])
+    return options
+
+
+def _sequence(
+    choice: dict[str, Any],
+    record: dict[str, Any],
+    options: ImportOptions,
+    shape_of_file: Callable[[], ImportOptions],
+    where: str,
+) -> RecordedSequence:
     meta = _meta(choice, record)
     require(
         meta.get("routed_experts") is not None,
@@ -44,6 +69,10 @@ def _sequence(choice: dict[str, Any], record: dict[str, Any], options: ImportOpt
     require(
         start >= 0 and rows >= 0, f"the routes begin at token {start}, but the request has only {num_tokens} tokens."
     )
+    if not data:
+        rows = 0
+    if rows == 0 and (options.num_layers is None) != (options.top_k is None):
+        options = shape_of_file()  # without rows, this response does not show the number that no option states
     if options.num_layers is not None and options.top_k is not None:
         num_layers, top_k = options.num_layers, options.top_k
         num_rows = len(data) // (4 * num_layers * top_k)  # rows that do not fit the tokens are a misfit of the sequence
