@@ -49,3 +49,4 @@ def test_without_a_checkout_the_command_says_so(tmp_path: Path, monkeypatch: pyt
     ran = moe_rl("bench", "planner")
     assert (ran.code, ran.out) == (2, "")
     assert "benchmarks need a checkout" in ran.err
+    assert "run `pip install -e .` in the checkout" in ran.err

@@ -81,7 +81,11 @@ def planner(
 def _benchmark(name: str) -> ModuleType:
     """Return a module of the checkout's benchmarks; raise if there is no checkout (in an installed wheel)."""
     path = BENCHMARKS.joinpath(*name.split(".")).with_suffix(".py")
-    require(path.is_file(), f"benchmarks need a checkout of moe_rl, but the file {path} does not exist.")
+    require(
+        path.is_file(),
+        f"benchmarks need a checkout of moe_rl, but the file {path} does not exist: run `pip install -e .` in the "
+        "checkout.",
+    )
     sys.path.insert(0, str(BENCHMARKS.parent))
     return importlib.import_module(f"benchmarks.{name}")
 
