@@ -3,8 +3,9 @@
     fc1, fc2 = prepare(w1, FP8_BLOCK), prepare(w2, FP8_BLOCK)              # once per optimizer step
     rows = build_row_map(slot_map, num_slots)                              # slot_map int32 [T, K]
     x_rows, row_probs = permute(x, probs, rows)                            # [T, H] -> rows in slot order
-    y_rows = GroupedExperts(recipe=FP8_BLOCK)(x_rows, row_probs, fc1, fc2, rows.m_offsets)
-    y = unpermute(y_rows, None, rows)
+    experts = GroupedExperts(recipe=FP8_BLOCK)
+    y_rows = experts(x_rows, row_probs, fc1, fc2, rows.m_offsets, masters=(w1, w2))  # backward fills w1.grad, w2.grad
+    y = unpermute(y_rows, None, rows)                                      # a plain sum: y_rows include row_probs
 
 One folder per operator: `op` (contract, checks, registration with torch), `reference` (plain torch), `triton_kernel`.
 A backend of one or several operators is an entry of `BACKENDS`, from here or from another package (see `registry`).
