@@ -300,7 +300,7 @@ class Tuned:
     """How many settings the interval of the ratio does not tell apart from the fastest."""
     settings: tuple[TunedSetting, ...]
     batch: str = ""
-    """What was done to get the sequences, e.g. "batch of 491k tokens sampled from 128 recorded sequences"."""
+    """What was done to get the sequences, as `batch_words` says it."""
     levers: tuple[ShapeLevers, ...] = ()
     """With routes: the fastest setting of every EP size and dispatcher with an engine and levers, fastest first."""
     notes: tuple[str, ...] = ()

@@ -93,13 +93,17 @@ def sequences_of(setting: Mapping[str, object]) -> str:
 
 
 def batch_words(trace: Mapping[str, object], setting: Mapping[str, object]) -> str:
-    """Return what was done to get the batch, e.g. "batch of 491k tokens sampled from 128 recorded sequences"."""
+    """Return what was done to get the batch.
+
+    Example: "batch of 256 sequences (148k tokens) sampled from 192 recorded sequences".
+    """
     tokens = format_count(float(str(trace["num_tokens"])))
     sequences = counted(trace.get("num_recorded_sequences", trace["num_sequences"]), "sequence", "sequences")
     recorded = format_count(float(str(trace.get("num_recorded_tokens", trace["num_tokens"]))))
     match setting.get("batch"):
         case "drawn":
-            return f"batch of {tokens} tokens sampled from {sequences.replace(' ', ' recorded ')}"
+            drawn = counted(trace["num_sequences"], "sequence", "sequences")
+            return f"batch of {drawn} ({tokens} tokens) sampled from {sequences.replace(' ', ' recorded ')}"
         case "scaled":
             return f"batch of {sequences.replace(' ', ' recorded ')} ({recorded} tokens), loads scaled"
         case "recorded":

@@ -27,16 +27,31 @@ def drawn_sequences(lengths: NDArray[np.int64], tokens: int, *, seed: int) -> ND
 
     Whoever draws from the same recorded `lengths` with the same seed gets the same batch.
     """
-    require(int(lengths.sum()) > 0, "the step of the trace is empty: no token has a recorded route.")
-    require(
-        tokens <= LARGEST, f"a batch of {tokens:,} tokens is too large to sample: at most {LARGEST:,} are possible."
-    )
-    # A stream of its own: `--unknown-routes` hides sequences by the seed itself.
-    rng, drawn_ids = np.random.default_rng((seed, 0)), np.zeros(0, np.int64)
+    _check_drawable(lengths, tokens)
+    rng, drawn_ids = _draws(seed), np.zeros(0, np.int64)
     while int(lengths[drawn_ids].sum()) < tokens:
         drawn_ids = np.concatenate([drawn_ids, rng.choice(len(lengths), size=1 + int(tokens / lengths.mean()))])
     fits = int((np.cumsum(lengths[drawn_ids]) <= tokens).sum())
     return drawn_ids[: max(1, fits)]
+
+
+def sequences_of_number(lengths: NDArray[np.int64], number: int, *, seed: int) -> NDArray[np.int64]:
+    """Return the ids of exactly `number` sequences drawn with replacement, the first that `drawn_sequences` draws."""
+    _check_drawable(lengths, round(number * float(lengths.mean())))
+    return _draws(seed).choice(len(lengths), size=number)
+
+
+def _check_drawable(lengths: NDArray[np.int64], tokens: int) -> None:
+    """Raise for a recording without tokens, and for a batch of so many tokens that memory would not hold it."""
+    require(int(lengths.sum()) > 0, "the step of the trace is empty: no token has a recorded route.")
+    require(
+        tokens <= LARGEST, f"a batch of {tokens:,} tokens is too large to sample: at most {LARGEST:,} are possible."
+    )
+
+
+def _draws(seed: int) -> np.random.Generator:
+    # A stream of its own: `--unknown-routes` hides sequences by the seed itself.
+    return np.random.default_rng((seed, 0))
 
 
 def drawn_lengths(options: LengthOptions) -> NDArray[np.int64]:

@@ -47,11 +47,11 @@ def simulated_options(row: TunedSetting, options: TuneOptions, *, num_tokens: in
 
     Fewer EP groups would share out the optimizer's state over fewer GPUs: the peak would be another one.
     """
+    by_number = options.sequences.global_batch_size is not None
     changed = {
         **options_of(row),
         "batch": batch,
-        "global_batch_tokens": None if batch == RECORDED else num_tokens,
-        "global_batch_size": None,
+        "global_batch_tokens": None if batch == RECORDED or by_number else num_tokens,
         "gpus": options.parallel.gpus,
         "num_ep_groups": None,
         "num_nodes": None,

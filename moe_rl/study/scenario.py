@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moe_rl.config import (
     LoadedModel,
@@ -40,7 +41,7 @@ from moe_rl.study.batch import Batch, cut_step, lengths_of
 from moe_rl.study.expert_parts import PartsOfExperts, model_in_parts
 from moe_rl.study.groups import KernelOptions, ParallelOptions, PlanningOptions, SequenceOptions
 from moe_rl.study.known_steps import KnownMemory, OwnStep, priors_of
-from moe_rl.study.lengths import FULL_BATCHES, FULL_SIZE_TOKENS, drawn_sequences, full_batch
+from moe_rl.study.lengths import FULL_BATCHES, FULL_SIZE_TOKENS, drawn_sequences, full_batch, sequences_of_number
 from moe_rl.study.options import DRAWN, RECORDED, SCALED, SimulationOptions
 from moe_rl.study.population import check_population
 from moe_rl.study.ranks import num_ep_groups_of, topology_of, with_groups_of_gpus
@@ -195,7 +196,7 @@ def state_scenario(
     topology = topology_of(options, hardware, recorded_parts, num_experts=model.spec.num_experts)
     parts: tuple[StepPart, ...] = recorded_parts
     if options.sequences.batch == DRAWN:
-        parts = _drawn(recorded_parts, int(options.sequences.global_batch_tokens or 0), seed=options.planning.seed)
+        parts = _drawn(recorded_parts, options.sequences, seed=options.planning.seed)
     progress("counting tokens per expert", 0, 1)
     batch = cut_step(step, parts, options, topology, model.spec)
     if source.format not in SAYS_ITS_SHAPE and options.trace.num_experts is None:
@@ -264,6 +265,9 @@ def with_batch(options: SimulationOptions, parts: Sequence[Trace]) -> Simulation
     kind = sequences.batch or _kind_of_batch(parallel, sequences, parts, laid_out=laid_out)
     if kind == DRAWN:
         sizes = _drawn_sizes(parallel, sequences, parts)
+        if sequences.global_batch_size is not None:
+            lengths = lengths_of(parts)
+            sizes["global_batch_tokens"] = int(lengths[_drawn_ids(lengths, sequences, options.planning.seed)].sum())
     else:
         sizes = _recorded_sizes(parallel, sequences, parts, kind, laid_out=laid_out)
     return options.with_words(batch=kind, **sizes)
@@ -292,7 +296,7 @@ def _kind_of_batch(
 def _drawn_sizes(
     parallel: ParallelOptions, sequences: SequenceOptions, parts: Sequence[Trace]
 ) -> dict[str, int | None]:
-    """Return the sizes of a batch that is drawn, by option: of a micro-batch and of the batch."""
+    """Return the sizes of a batch that is drawn, by option: of a micro-batch, and of a batch of no stated size."""
     slices = parallel.slices
     require(
         sequences.micro_batch_tokens is None or sequences.tokens_per_rank is None,
@@ -311,8 +315,6 @@ def _drawn_sizes(
             tokens_asked,
         )
     batch = sequences.global_batch_tokens or full_batch(budget * ranks)
-    if sequences.global_batch_size is not None:
-        batch = max(1, round(sequences.global_batch_size * float(lengths_of(parts).mean())))
     sizes: dict[str, int | None] = {"micro_batch_tokens": budget, "global_batch_tokens": batch}
     return {**sizes, "ep_group_tokens": None, "tokens_per_rank": None}
 
@@ -338,9 +340,16 @@ def _longest(parts: Sequence[Trace]) -> int:
     return int(lengths_of(parts).max(initial=0))
 
 
-def _drawn(parts: Sequence[Trace], tokens: int, *, seed: int) -> tuple[DrawnSequences, ...]:
-    """Return sequences drawn with replacement, up to `tokens` tokens but at least one, grouped by part."""
-    drawn_ids = drawn_sequences(lengths_of(parts), tokens, seed=seed)
+def _drawn_ids(lengths: NDArray[np.int64], sequences: SequenceOptions, seed: int) -> NDArray[np.int64]:
+    """Return the ids of the sequences that are drawn: as many as stated, else as many as fit into stated tokens."""
+    if sequences.global_batch_size is not None:
+        return sequences_of_number(lengths, sequences.global_batch_size, seed=seed)
+    return drawn_sequences(lengths, int(sequences.global_batch_tokens or 0), seed=seed)
+
+
+def _drawn(parts: Sequence[Trace], sequences: SequenceOptions, *, seed: int) -> tuple[DrawnSequences, ...]:
+    """Return sequences drawn with replacement, grouped by part."""
+    drawn_ids = _drawn_ids(lengths_of(parts), sequences, seed)
     ends = np.cumsum([len(part.sequence_lengths) for part in parts])
     of_part = np.searchsorted(ends, drawn_ids, side="right")
     drawn = []

@@ -161,6 +161,7 @@ def _sample_options(row: TunedSetting, options: TuneOptions, lengths: NDArray[np
         "packing": "none",
         "micro_batch_tokens": row.micro_batch_tokens,
         "global_batch_tokens": max(1, round(together * count)),
+        "global_batch_size": None,
         "gpus": None,
         "num_ep_groups": None,
         "pipeline_model_parallel_size": 1,

@@ -9,7 +9,7 @@ from moe_rl.core.errors import require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.report.units import batch_words, counted, format_count
 from moe_rl.study.groups import SequenceOptions
-from moe_rl.study.lengths import FULL_SIZE_TOKENS, drawn_lengths, drawn_sequences, full_batch
+from moe_rl.study.lengths import FULL_SIZE_TOKENS, drawn_lengths, drawn_sequences, full_batch, sequences_of_number
 from moe_rl.study.options import DRAWN, RECORDED, SCALED
 from moe_rl.study.rl_options import TunedParallel, TuneOptions
 from moe_rl.study.scenario import named_model, open_trace_of_model
@@ -45,9 +45,11 @@ class TunedBatch:
         tokens = _drawn_tokens(sequences, options.parallel, recorded)
         laid_out = all(bool((part.micro_batch >= 0).all() and (part.dp_rank >= 0).all()) for part in parts)
         kind = sequences.batch or _kind_of_batch(sequences, tokens, recorded, laid_out=laid_out)
-        lengths = recorded
-        if kind == DRAWN:
-            lengths = recorded[drawn_sequences(recorded, tokens, seed=options.planning.seed)]
+        lengths, seed = recorded, options.planning.seed
+        if kind == DRAWN and sequences.global_batch_size is not None:
+            lengths = recorded[sequences_of_number(recorded, sequences.global_batch_size, seed=seed)]
+        elif kind == DRAWN:
+            lengths = recorded[drawn_sequences(recorded, tokens, seed=seed)]
         facts = {
             "num_tokens": lengths.sum(), "num_sequences": len(lengths), "num_recorded_sequences": len(recorded),
             "num_recorded_tokens": recorded.sum(),
@@ -81,8 +83,6 @@ def _kind_of_batch(sequences: SequenceOptions, full_tokens: int, recorded: NDArr
 
 def _drawn_tokens(sequences: SequenceOptions, parallel: TunedParallel, recorded: NDArray[np.int64]) -> int:
     """Return the tokens of a batch that is drawn: given, else as many full micro-batches as `simulate` draws."""
-    if sequences.global_batch_size is not None:
-        return max(1, round(sequences.global_batch_size * float(recorded.mean())))
     slices = parallel.slices
     ranks = max(1, parallel.gpus // (slices * parallel.pipeline_model_parallel_size))
     budget = max(sequences.micro_batch_tokens or FULL_SIZE_TOKENS * slices, int(recorded.max(initial=0)))

@@ -115,7 +115,7 @@ def test_the_header_says_what_was_done_to_the_batch(recording: Path) -> None:
         kind: str(moe_rl.simulate(recording, batch=kind, **asked)).splitlines()[0]
         for kind in ("drawn", "recorded", "scaled")
     }
-    assert "batch of 246k tokens sampled from 48 recorded sequences" in heads["drawn"]
+    assert "batch of 1536 sequences (246k tokens) sampled from 48 recorded sequences" in heads["drawn"]
     assert "batch as recorded: 48 sequences, 7,680 tokens" in heads["recorded"]
     assert "batch of 48 recorded sequences (7,680 tokens), loads scaled" in heads["scaled"]
 
@@ -219,3 +219,22 @@ def test_how_a_batch_is_cut_moves_the_speed_up_by_3_percent_at_most(policy: str)
     ]  # fmt: skip
     found = [moe_rl.simulate(COUNTDOWN, **asked, **cut).speedups[0] for cut in cuts]
     assert max(found) / min(found) < 1.03
+
+
+@pytest.mark.parametrize("size", [1, 40, 257])
+def test_a_number_of_sequences_is_drawn_exactly(size: int) -> None:
+    """As many tokens as 40 sequences of mean length are 39 or 41 sequences of a recording with uneven lengths."""
+    asked = QUICK | {"policy": "static", "seed": 2, "expert_model_parallel_size": 8}
+    for cut in ({}, {"ep_group_tokens": 2048}, {"layout": "megatron", "micro_batch_tokens": 1024}):
+        report = moe_rl.simulate(COUNTDOWN, global_batch_size=size, **asked, **cut)
+        assert report.trace["num_sequences"] == size
+        assert report.setting["global_batch_tokens"] == report.trace["num_tokens"]
+
+
+def test_as_many_sequences_as_cells_fill_whole_rounds_of_fixed_micro_batches() -> None:
+    """256 sequences on 64 ranks of one sequence each are 4 micro-batches; one sequence more would be a fifth."""
+    report = moe_rl.simulate(
+        COUNTDOWN, global_batch_size=256, layout="megatron", micro_batch_tokens=1, expert_model_parallel_size=8,
+        gpus=64, seed=2, **QUICK | {"policy": "static"},
+    )  # fmt: skip
+    assert report.setting["num_micro_batches"] == 4

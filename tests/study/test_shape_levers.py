@@ -165,4 +165,15 @@ def test_a_batch_is_drawn_as_simulate_draws_it() -> None:
     simulated = state_scenario("countdown-grpo", of_group, lambda *_: None)
     assert sorted(batch.lengths) == sorted(simulated.batch.lengths)
     assert batch.lengths.sum() == simulated.batch.lengths.sum()
-    assert batch.words.startswith("batch of 492k tokens sampled from 1024 recorded sequences")
+    assert batch.words == f"batch of {len(batch.lengths)} sequences (492k tokens) sampled from 1024 recorded sequences"
+
+
+def test_a_batch_of_a_number_of_sequences_has_that_number() -> None:
+    options = TuneOptions(gpus=16, global_batch_size=300)
+    _, batch = TunedBatch.of("countdown-grpo", options)
+    assert len(batch.lengths) == 300
+    stated = simulated_options(setting_of(8, 1000.0), options, num_tokens=int(batch.lengths.sum()), batch="drawn")
+    shape = ShapeLevers(setting=setting_of(8, 1000.0), engine=None, resident_slots=0, speeds={"static": 1.0})
+    command = command_of("countdown-grpo", stated, shape)
+    assert "--global-batch-size 300" in command
+    assert "--global-batch-tokens" not in command
