@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 from moe_rl.launch.sources import RawRun
 
 BatchKeys = Mapping[str, Sequence[str]]
+# Facts that are on or off: a factor such as slime's `--kl-coef 0.01` switches them on, unless it is 0.
+SWITCHES = ("kl_in_loss", "kl_in_reward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +43,33 @@ class BatchFacts:
     """1 where the loss has a term of the distance from a reference policy, 0 where it has none."""
     kl_in_reward: int | None = None
     """The same of the reward."""
+    shares_gpus: int | None = None
+    """1 where the rollout engines run on the trainer's GPUs, 0 where they have their own."""
+    rollout_gpus: int | None = None
+    """GPUs of all rollout engines, where these have their own."""
+    rollout_nodes: int | None = None
+    """The same as nodes of `rollout_gpus_per_node`."""
+    rollout_gpus_per_node: int | None = None
+    attention_data_parallel: int | None = None
+    """1 where every GPU of a rollout engine handles requests of its own in attention."""
+    enforce_eager: int | None = None
+    """1 where the rollout engine runs without CUDA graphs."""
+    most_running: int | None = None
+    """Samples that a rollout engine decodes at once, at most."""
+    uses_rollout_log_probs: int | None = None
+    """1 where the rollout's log-probabilities are the old ones: no pass computes them."""
 
     @property
     def gpus(self) -> int | None:
         """GPUs of the trainer."""
         return self.trainer_gpus or _product(self.nodes, self.gpus_per_node)
+
+    @property
+    def separate_rollout_gpus(self) -> int | None:
+        """GPUs that only generate; None where the trainer's do, or where the files do not say."""
+        if self.shares_gpus != 0:
+            return None
+        return self.rollout_gpus or _product(self.rollout_nodes, self.rollout_gpus_per_node)
 
     @property
     def reference_passes(self) -> int | None:
@@ -89,10 +113,12 @@ def read_batch(raw: RawRun, keys: BatchKeys, defaults: Mapping[str, int]) -> Bat
     `defaults` hold where the files set none of the keys.
     """
     values = {entry.key: None if entry.missing else entry.value for entry in raw.entries}
-    numbers_by_name = {name: number for name, number in defaults.items() if not values.keys() & set(keys[name])}
+    numbers_by_name = {name: number for name, number in defaults.items() if not values.keys() & set(keys.get(name, ()))}
     for item in fields(BatchFacts):
         for key in keys.get(item.name, ()):
             number = _number(values.get(key))
+            if number is None and item.name in SWITCHES:
+                number = _is_above_zero(values.get(key))
             # Of several keys the first that says a number counts.
             if number is not None:
                 numbers_by_name.setdefault(item.name, number)
@@ -109,3 +135,13 @@ def _number(value: object) -> int | None:
     if not (text.isascii() and text.isdigit()):
         return None
     return int(text)
+
+
+def _is_above_zero(value: object) -> int | None:
+    """Return 1 for a factor other than 0, and 0 for 0; None for anything that is no number."""
+    if isinstance(value, tuple):
+        value = value[0] if value else None
+    try:
+        return int(float(str(value)) != 0.0)
+    except ValueError:
+        return None

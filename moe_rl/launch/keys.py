@@ -236,14 +236,18 @@ def last_value(raw: RawRun, key: str) -> object:
     return entry.value
 
 
+# Ends of a checkpoint's name that say how the weights are stored, and nothing of the model.
+FORMAT_IN_NAME = re.compile(r"[-_](fp8|bf16|hf|mcore|torch_dist)$")
+
+
 def listed_name(text: str) -> str:
     """Return the listed model that a Hugging Face id or a path names; empty if moe_rl lists none of that name.
 
-    Example: `Qwen/Qwen3-30B-A3B-Base` on the hub and `/models/Qwen3-30B-A3B/` on a disk are both qwen3-30b-a3b.
+    Example: `Qwen/Qwen3-30B-A3B-Base` on the hub and `/models/Qwen3-30B-A3B-FP8/` on a disk are both qwen3-30b-a3b.
     """
     from moe_rl.config import listed_names  # numpy, which no help of a command waits for
 
-    own_name = PurePath(text).name.lower()
+    own_name = FORMAT_IN_NAME.sub("", PurePath(text).name.lower())
     for name, listed in listed_names().items():
         if name == text.lower() or PurePath(name).name == own_name:
             return listed
@@ -251,26 +255,32 @@ def listed_name(text: str) -> str:
 
 
 def with_model(settings: Known, raw: RawRun, key: str) -> Known:
-    """Add the experts and layers of the model that `key` names, where moe_rl knows it; what the files say wins."""
+    """Add the model that `key` names, its experts and its layers, where moe_rl knows it; what the files say wins.
+
+    A model that the files give other sizes is not the listed one. Of `$MODELS/Qwen3-30B-A3B` only the end is known,
+    which is enough.
+    """
     from moe_rl.config import load_model  # numpy, as above
 
     entry = last_entry(raw, key)
-    if entry is None or entry.missing or not isinstance(entry.value, str):
+    if entry is None:
         return settings
-    name = listed_name(entry.value)
+    # A flag's value is a tuple of its words: ("/models/Qwen3-30B-A3B",).
+    text = entry.value[0] if isinstance(entry.value, tuple) and entry.value else entry.value
+    name = listed_name(text) if isinstance(text, str) else ""
     if not name:
         return settings
     spec = load_model(name).spec
     pattern = [int(layer in spec.moe_layer_ids) for layer in range(spec.num_layers)]
     shape = {"num_moe_experts": spec.num_experts, "num_layers": spec.num_layers, "moe_layer_freq": pattern}
+    if all(settings[size].value == shape[size] for size in ("num_moe_experts", "num_layers") if size in settings):
+        shape["model"] = name
     return {field: said_by(entry, value) for field, value in shape.items()} | settings
 
 
 def listed_model(settings: RunSettings) -> str:
-    """Return the listed model that the files name, of which `with_model` took the layers; empty if they name none."""
-    if settings.num_layers is None:
-        return ""
-    return listed_name(re.split("=|: ", settings.num_layers.written, maxsplit=1)[-1])
+    """Return the listed model that the files name, if its layers and experts are theirs; empty if they name none."""
+    return settings.model.value if settings.model else ""
 
 
 def other_trainer(entry: Entry | None) -> Known:

@@ -74,6 +74,8 @@ class RunSettings:
     use_megatron_fsdp: Flag = None
 
     # Model
+    model: Word = None
+    """The model that the files name, as `moe-rl models` lists it."""
     num_layers: Number = None
     num_moe_experts: Number = None
     moe_router_topk: Number = None

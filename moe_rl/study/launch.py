@@ -80,6 +80,7 @@ def launch_options(
         if name in SAME_NAME or name in OTHER_NAME:
             sentences.append(f"{file_names}: {sentence}")
     sentences += [f"{file_names}: {sentence}" for sentence in left_out]
+    sentences += run.conditions
     if model and has_trace:
         sentences.append(
             f"{file_names} trains {model}, but the model of the trace is simulated. To simulate {model}, set --model."
@@ -137,6 +138,10 @@ def _batch_options(run: ReadRun, share: float | None) -> dict[str, Any]:
         "rollout_engine_size": batch.engine_size,
         "num_samples": batch.samples,
         "train_gpus": batch.gpus,
+        "rollout_gpus": batch.separate_rollout_gpus,
+        "rollout_max_running": batch.most_running,
+        "rollout_dp_attention": bool(batch.attention_data_parallel),
+        "rollout_enforce_eager": bool(batch.enforce_eager),
     }
     if batch.samples and batch.update_samples and batch.samples % batch.update_samples == 0:
         batch_sizes["mini_batches"] = batch.samples // batch.update_samples
@@ -145,6 +150,10 @@ def _batch_options(run: ReadRun, share: float | None) -> dict[str, Any]:
     options: dict[str, Any] = {name: value for name, value in batch_sizes.items() if value}
     if batch.reference_passes is not None:
         options["reference_passes"] = batch.reference_passes
+    if batch.uses_rollout_log_probs:
+        options["old_log_prob_passes"] = 0
+    if settings.rollout_fp8:
+        options["rollout_precision"] = "fp8"
     return options
 
 

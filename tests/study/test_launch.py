@@ -91,6 +91,10 @@ policy:
   megatron_cfg: {enabled: true, expert_model_parallel_size: 4, tensor_model_parallel_size: 1}
 cluster: {gpus_per_node: 8, num_nodes: 2}
 """
+SEPARATE_NODE = """
+policy.generation.colocated: {enabled: false, resources: {num_nodes: 1, gpus_per_node: 8}}
+loss_fn: {reference_policy_kl_penalty: 0}
+"""
 SKYRL = """
 uv run -m skyrl.train.entrypoints.main_base trainer.strategy=megatron trainer.policy.model.path=Qwen/Qwen3-30B-A3B \\
   trainer.policy.megatron_config.tensor_model_parallel_size=2 \\
@@ -133,7 +137,13 @@ ONE_EXPERT_PART = "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=
             {"micro_batch_tokens": 8192, "global_batch_size": 16, "expert_tensor_parallel_size": 1},
         ),
         ("run.sh", SLIME, {"micro_batch_tokens": 4096, "global_batch_size": 16, "layout": "slime"}),
-        ("run.yaml", NEMO_RL, {"micro_batch_tokens": 8192, "global_batch_size": 16}),
+        ("run.yaml", NEMO_RL, {"micro_batch_tokens": 8192, "global_batch_size": 16, "reference_passes": 1}),
+        # One of the two nodes generates: 8 GPUs train, two groups of EP4.
+        (
+            "run.yaml",
+            NEMO_RL + SEPARATE_NODE,
+            {"train_gpus": 8, "rollout_gpus": 8, "global_batch_size": 32, "reference_passes": 0},
+        ),
         # 16 GPUs with EP8 are two groups: half of the 32 prompts of an update, four samples of each.
         ("run.sh", SKYRL, {"micro_batch_tokens": 4096, "global_batch_size": 64, "num_samples": 256}),
         # 4 x 2 x 2 GPUs are the ranks that are simulated: the whole batch.
@@ -245,6 +255,44 @@ def test_a_reference_pass_is_counted_where_loss_or_reward_needs_it(
     path.write_text(VERL.format(more=more))
     assert launch_options([path], RlStepOptions)[0].get("reference_passes") == passes
     assert "reference_passes" not in launch_options([path])[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("--colocate", {"reference_passes": 0}),
+        ("--rollout-num-gpus 24", {"rollout_gpus": 24, "reference_passes": 0}),
+        ("--colocate --rollout-num-gpus 8 --use-kl-loss", {"reference_passes": 1}),
+        ("--colocate --kl-coef 0.00", {"reference_passes": 0}),
+        ("--colocate --kl-coef 0.01", {"reference_passes": 1}),
+        ("--colocate --sglang-enable-dp-attention", {"rollout_dp_attention": True}),
+        ("--colocate --hf-checkpoint $M/Qwen3-30B-A3B-FP8", {"model": "qwen3-30b-a3b", "rollout_precision": "fp8"}),
+        ("--colocate --use-rollout-logprobs", {"old_log_prob_passes": 0}),
+    ],
+)
+def test_slime_says_how_its_engines_run_and_which_passes_it_has(
+    tmp_path: Path, more: str, expected: dict[str, object]
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(SLIME.replace("--use-dynamic", f"{more} --use-dynamic"))
+    found, _ = launch_options([path], RlStepOptions, has_trace=False)
+    assert {name: found[name] for name in expected} == expected
+    names = ("rollout_gpus", "rollout_dp_attention", "rollout_precision", "old_log_prob_passes")
+    assert not [name for name in names if name in found and name not in expected]
+
+
+@pytest.mark.parametrize("sizes", ["--num-layers 48 --num-experts 128", "--num-layers 24 --num-experts 128"])
+def test_a_model_with_other_layers_is_not_the_one_that_its_checkpoint_names(tmp_path: Path, sizes: str) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(SLIME.replace("--use-dynamic", f"--hf-checkpoint /m/Qwen3-30B-A3B {sizes} --use-dynamic"))
+    found, _ = launch_options([path], RlStepOptions, has_trace=False)
+    assert found.get("model") == ("qwen3-30b-a3b" if "48" in sizes else None)
+
+
+def test_a_sourced_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"source ./models/shape.sh\n{SLIME}")
+    assert any("models/shape.sh, which does not exist" in note for note in launch_options([path], RlStepOptions)[1])
 
 
 def test_without_a_trace_the_model_is_the_scripts(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ READER = Reader(
     title="miles",
     recognizes=_recognizes,
     batch=slime.FACTS["batch"],
+    batch_defaults=slime.FACTS["batch_defaults"],
     keys=slime.KEYS,
     option=slime.option,
     complete=lambda settings, raw: slime.complete(settings, raw, "miles"),

@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 from moe_rl.core.mappings import without
 from moe_rl.frameworks.megatron import settings as megatron
 from moe_rl.launch import keys
+from moe_rl.launch.batch import read_batch
 from moe_rl.launch.keys import Keys, Known, Reader, is_on, last_entry, rules_of, sets_key_under
 from moe_rl.launch.settings import defaults, said_by
 from moe_rl.launch.sources import RawRun
@@ -57,6 +58,17 @@ def _switched_off(raw: RawRun, key: str) -> bool:
     return value is not None and not is_on(value)
 
 
+def _trainer_gpus(raw: RawRun) -> int | None:
+    """Return the GPUs of the cluster that no rollout engine has to itself; None where the files do not say.
+
+    Example: of 4 nodes of 8 with `colocated.enabled` false and `resources.num_nodes` 1 the trainer has 24.
+    """
+    facts = read_batch(raw, FACTS["batch"], FACTS["batch_defaults"])
+    if facts.gpus is None or facts.shares_gpus != 0:
+        return None
+    return facts.gpus - (facts.separate_rollout_gpus or 0)
+
+
 def _remarks(raw: RawRun) -> tuple[str, ...]:
     off = _switched_off(raw, MEGATRON_SWITCH)
     return ("policy.megatron_cfg is off, so the policy trains without Megatron, and no setting was checked.",) * off
@@ -73,6 +85,8 @@ READER = Reader(
     title="NeMo-RL",
     recognizes=_recognizes,
     batch=FACTS["batch"],
+    batch_defaults=FACTS["batch_defaults"],
+    trainer_gpus=_trainer_gpus,
     keys=KEYS,
     option=megatron.option_in(POLICY, POLICY + "distributed_data_parallel_config.", POLICY + "optimizer."),
     knows=knows,

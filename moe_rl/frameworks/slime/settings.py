@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from moe_rl.frameworks.megatron import settings as megatron
-from moe_rl.launch.keys import Keys, Known, Reader, rules_of
+from moe_rl.launch.keys import Keys, Known, Reader, rules_of, with_model
 from moe_rl.launch.settings import Setting, defaults
 from moe_rl.launch.sources import RawRun
 from moe_rl.yaml_files import read_yaml
@@ -35,6 +35,7 @@ def complete(settings: Known, raw: RawRun, framework: str) -> Known:
     routes = settings.get("rollout_returns_routes")
     if routes is not None and routes.value:
         settings["replay"] = Setting(value="R3", written=routes.written, where=routes.where)
+    settings = with_model(settings, raw, "hf_checkpoint")
     return megatron.argument_defaults(defaults(framework, **FACTS["defaults"]) | settings, raw)
 
 
@@ -48,6 +49,7 @@ READER = Reader(
     title="slime",
     recognizes=recognizes,
     batch=FACTS["batch"],
+    batch_defaults=FACTS["batch_defaults"],
     keys=KEYS,
     option=option,
     complete=lambda settings, raw: complete(settings, raw, "slime"),
