@@ -51,6 +51,16 @@ def test_no_figure_of_the_tables_is_cut(tmp_path: Path) -> None:
     assert re.search(r"RL step [\d.]+x \([\d.]+-[\d.]+\) against static|saves no time", ran.out)
 
 
+@pytest.mark.parametrize(
+    ("model", "packed", "warns"),
+    [("gpt-oss-20b", (), True), ("gpt-oss-20b", ("--packed-sequences",), False), ("qwen3-30b-a3b", (), False)],
+)
+def test_packed_rows_of_a_model_with_sinks_are_priced_or_said(model: str, packed: tuple[str, ...], warns: bool) -> None:
+    described = (*FROM_LENGTHS[2:], "--model", model, *packed, "--json", "-")
+    notes = json.loads(moe_rl("rl-step", *described).out)["notes"]
+    assert any("has attention sinks" in note for note in notes) == warns
+
+
 def test_a_rollout_without_graphs_waits_for_its_host(tmp_path: Path) -> None:
     trace = write_npz(tmp_path / "t.npz")
     documents = [

@@ -35,7 +35,7 @@ from moe_rl.study.known_steps import RL_STEP, UPDATE, OwnStep, PricedRun, poster
 from moe_rl.study.lengths import FULL_SIZE_TOKENS, drawn_lengths, needed
 from moe_rl.study.options import SCALED, merge_options
 from moe_rl.study.plan_and_price import beside_static, make_plans, predict, pricing_of
-from moe_rl.study.population import FITTED_RL_CLUSTERS, check_population, population_cautions, population_notes
+from moe_rl.study.population import FITTED_RL_CLUSTERS, check_population, population_cautions, population_notes, sink_cautions
 from moe_rl.study.remedies import Fitting, mildest_that_fits
 from moe_rl.study.resident_slots import open_scenario
 from moe_rl.study.rl_options import RL, RlStepOptions, RolloutOptions
@@ -379,6 +379,7 @@ def rl_notes(options: RlStepOptions, passes: TrainingPasses, *, of_lengths: bool
     sentences = [_rl_fit_note(passes), _rl_software_note(options, passes, software)]
     sentences += population_notes(passes.model, passes.hardware, software)
     sentences += population_cautions(options.parallel, options.passes.seq_length, packed=True)
+    sentences += sink_cautions(passes.model, packed_sequences=options.kernels.packed_sequences)
     sentences += filter(None, [load_cluster(options.pricing.cluster).assumption()])
     if of_lengths:
         sentences.append(
