@@ -160,6 +160,8 @@ def _batch_options(run: ReadRun, share: float | None) -> dict[str, Any]:
         options["old_log_prob_passes"] = 0
     if settings.rollout_fp8:
         options["rollout_precision"] = "fp8"
+    if batch.offloaded_state is not None:
+        options["offloaded_state"] = list(batch.offloaded_state)
     return options
 
 
@@ -235,5 +237,5 @@ def _listed(options: Mapping[str, object]) -> str:
 
 def _word(value: object) -> str:
     if isinstance(value, list):
-        return ",".join(map(str, value))
+        return ",".join(map(str, value)) or "none"
     return str(value)

@@ -234,6 +234,31 @@ def test_verls_offload_between_phases_is_not_megatrons_optimizer_on_the_host(
     assert launch_options([path])[0].get("optimizer_offload_fraction") == fraction
 
 
+OFFLOAD = "actor_rollout_ref.actor.megatron."
+
+
+@pytest.mark.parametrize(
+    ("more", "state"),
+    [
+        ("", []),
+        (f"{OFFLOAD}param_offload=True", ["parameters", "gradients"]),  # verl releases gradients with the parameters
+        (f"{OFFLOAD}optimizer_offload=True {OFFLOAD}grad_offload=True", ["gradients", "optimizer"]),
+        (f"{OFFLOAD}param_offload=True {OFFLOAD}optimizer_offload=True", ["parameters", "gradients", "optimizer"]),
+        (f"{OFFLOAD}param_offload=$ALL", None),
+    ],
+)
+def test_a_colocated_step_pays_for_the_state_that_verl_offloads(
+    tmp_path: Path, more: str, state: list[str] | None
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(VERL.format(more=f"actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B-Base {more}"))
+    assert launch_options([path], RlStepOptions)[0].get("offloaded_state") == state
+    ran = moe_rl("rl-step", "--launch", path, "--mean-length", 2000, "--json", "-")
+    assert ran.code == 0, ran.err
+    offload_s = json.loads(ran.out)["policies"]["static"]["parts_s"]["offload"]
+    assert (offload_s == 0) == (state == [])
+
+
 ROUTER_REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode"
 PADDED = "actor_rollout_ref.model.use_remove_padding=False"
 
