@@ -74,6 +74,31 @@ def printed(notebook: Any) -> list[str]:
     return [output["text"] for output in outputs if output["output_type"] == "stream"]
 
 
+@pytest.mark.triton
+@pytest.mark.lengthy
+@pytest.mark.parametrize("options", [(), ("--interpret",)], ids=["reference", "interpreted"])
+def test_an_moe_layer_in_fp8_is_plain_torch_up_to_rounding(options: tuple[str, ...], tmp_path: Path) -> None:
+    """Each result depends on at most six rounded operands: by 2^-4 at most in E4M3, by 2^-8 in bf16."""
+    printed_text = run(str(EXAMPLES / "moe_layer_in_fp8.py"), *options, folder=tmp_path)
+    rows = dict(re.findall(r"^(bf16|fp8-block) +([\d. ]+)$", printed_text, re.MULTILINE))
+    errors = {recipe: [float(error) for error in row.split()] for recipe, row in rows.items()}
+    assert [len(row) for row in errors.values()] == [5, 5]
+    assert max(errors["bf16"]) < 6**0.5 * 2**-8
+    assert max(errors["fp8-block"]) < 6**0.5 * 2**-4
+    assert "the same bits as GroupedExperts" in printed_text
+    page = (ROOT / "docs" / "tutorials" / "kernels.md").read_text()
+    assert {f"{error:.0%}" for error in errors["fp8-block"]} == {"6%", "7%"}
+    assert f"{max(errors['bf16']):.1%}" == "0.4%"
+    assert "6 to 7 % in FP8 and at most 0.4 % in bf16" in " ".join(page.split())
+
+
+@pytest.mark.multi_rank
+@pytest.mark.lengthy
+def test_an_moe_layer_has_the_bits_of_one_rank_on_two(tmp_path: Path) -> None:
+    printed_text = run(*TORCHRUN, str(EXAMPLES / "moe_layer_in_fp8.py"), folder=tmp_path)
+    assert printed_text.count("have the bits of one rank") == 4
+
+
 @pytest.mark.framework  # those of Transformers and TRL run in the tests of these frameworks
 def test_balanced_deepspeed_learns_the_same_and_waits_less(tmp_path: Path) -> None:
     printed_lines = run(*TORCHRUN, str(EXAMPLES / "deepspeed_autoep.py"), folder=tmp_path)

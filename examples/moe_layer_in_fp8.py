@@ -1,0 +1,253 @@
+"""An MoE layer whose permutation and expert MLP are moe_rl's kernels: errors in bf16 and FP8, by hand, and with EP.
+
+    python examples/moe_layer_in_fp8.py                # on a GPU our kernels, on a CPU the reference in plain torch
+    python examples/moe_layer_in_fp8.py --interpret    # on a CPU our kernels, in Triton's interpreter
+    torchrun --standalone --nproc-per-node 2 examples/moe_layer_in_fp8.py    # EP2 over gloo, on a CPU
+
+The first two compare y and all gradients with plain torch in float32, and a chain of single operators with
+`GroupedExperts`, bit for bit. The last compares every rank of EP2 with one process that has all experts, bit for bit.
+Needs torch; `--interpret` also needs triton.
+"""
+
+import argparse
+import os
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import silu
+
+TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 40, 2, 4, 256, 128  # Qwen3-235B-A22B: top 8 of 128, 4096, 1536
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """Inputs and weights of the layer, after the router; the same for a seed on every rank."""
+
+    x: Tensor
+    """bf16 [T, H]."""
+    probs: Tensor
+    """fp32 [T, K]."""
+    expert_ids: Tensor
+    """int32 [T, K]."""
+    w1: Tensor
+    """bf16 [E, 2 I, H]: the I rows of the gate before those of up."""
+    w2: Tensor
+    """bf16 [E, H, I]."""
+    dy: Tensor
+    """bf16 [T, H]: the gradient that backward starts from."""
+
+    @classmethod
+    def drawn(cls, num_tokens: int, device: str) -> "Layer":
+        """Return a layer of random normal values; weights are small enough that y is near 1."""
+        draw = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=draw)
+
+        scores, expert_ids = normal(num_tokens, EXPERTS).topk(TOP_K)
+        w1 = normal(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5
+        w2 = normal(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5
+        layer = cls(
+            x=normal(num_tokens, HIDDEN).bfloat16(), probs=scores.softmax(1), expert_ids=expert_ids.int(),
+            w1=w1.bfloat16(), w2=w2.bfloat16(), dy=normal(num_tokens, HIDDEN).bfloat16(),
+        )  # fmt: skip
+        return cls(**{name: getattr(layer, name).to(device) for name in cls.__slots__})
+
+    def shard(self, rank: int, num_ranks: int) -> "Layer":
+        """Return an EP rank's equal share of tokens and of experts."""
+
+        def part(tensor: Tensor) -> Tensor:
+            return tensor.chunk(num_ranks)[rank]
+
+        return Layer(**{name: part(getattr(self, name)) for name in self.__slots__})
+
+
+class Results(NamedTuple):
+    """What a forward and a backward pass return."""
+
+    y: Tensor
+    dx: Tensor
+    dprobs: Tensor
+    dw1: Tensor
+    dw2: Tensor
+
+
+def trained(forward: Any, layer: Layer, dtype: torch.dtype = torch.bfloat16) -> Results:
+    """Run `forward(x, probs, w1, w2)` and its backward pass on a layer's tensors; x and weights become `dtype`."""
+    x, w1, w2 = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (layer.x, layer.w1, layer.w2))
+    probs = layer.probs.clone().requires_grad_()
+    y = forward(x, probs, w1, w2)
+    return Results(y.detach(), *torch.autograd.grad(y, (x, probs, w1, w2), layer.dy.to(dtype)))
+
+
+def in_plain_torch(layer: Layer) -> Results:
+    """Compute the layer in float32, expert by expert."""
+
+    def forward(x: Tensor, probs: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for expert in range(EXPERTS):
+            token, choice = (layer.expert_ids == expert).nonzero(as_tuple=True)
+            gate, up = (x[token] @ w1[expert].T).chunk(2, dim=1)
+            y = y.index_add(0, token, probs[token, choice, None] * ((silu(gate) * up) @ w2[expert].T))
+        return y
+
+    return trained(forward, layer, torch.float32)
+
+
+def on_one_rank(layer: Layer, recipe: Any, backend: str) -> Results:
+    """Compute the layer with our kernels, all experts on this rank."""
+    on = {"backend": backend}  # your own code can leave this out: CUDA tensors take our kernels
+
+    def forward(x: Tensor, probs: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        fc1, fc2 = prepare(w1, recipe, **on), prepare(w2, recipe, **on)  # once per optimizer step
+        rows = build_row_map(layer.expert_ids, EXPERTS, **on)
+        x_rows, row_probs = permute(x, probs, rows, **on)  # sorted by expert
+        experts = GroupedExperts(recipe=recipe, **on)
+        y_rows = experts(x_rows, row_probs, fc1, fc2, rows.m_offsets, masters=(w1, w2))
+        return unpermute(y_rows, None, rows, **on)  # None: y_rows are already multiplied by row_probs
+
+    return trained(forward, layer)
+
+
+def by_hand(layer: Layer, backend: str) -> Results:
+    """Compute the layer in FP8 as `GroupedExperts` does, by single operators: six grouped GEMMs on quantized rows."""
+    on = {"backend": backend}
+    fc1, fc2 = prepare(layer.w1, FP8_BLOCK, **on), prepare(layer.w2, FP8_BLOCK, **on)
+    rows = build_row_map(layer.expert_ids, EXPERTS, **on)
+    x_rows, row_probs = permute(layer.x, layer.probs, rows, **on)
+    ends = rows.m_offsets  # expert e has rows ends[e] to ends[e + 1]
+
+    x_codes, x_columns = quantize_both(x_rows, ends, **on)  # in blocks along a row, and along tokens for dw1
+    h = grouped_gemm(x_codes, fc1.weights, ends, **on)  # [M, 2 I], kept for backward
+    act_codes = swiglu_quantize(h, row_probs, m_offsets=ends, **on)
+    y = unpermute(grouped_gemm(act_codes, fc2.weights, ends, **on), None, rows, **on)
+
+    dy_rows, _ = permute(layer.dy, None, rows, **on)
+    dy_codes, dy_columns = quantize_both(dy_rows, ends, **on)
+    d_act = grouped_gemm(dy_codes, fc2.transposed, ends, **on)
+    grads = swiglu_backward_quantize(d_act, h, row_probs, m_offsets=ends, **on)  # of h; the activation again, for dw2
+    dw2 = grouped_gemm_wgrad(dy_columns, grads.act, ends, **on)
+    dw1 = grouped_gemm_wgrad(grads.columns, x_columns, ends, **on)
+    dx = unpermute(grouped_gemm(grads.rows, fc1.transposed, ends, **on), None, rows, **on)
+    dprobs = grads.probs[rows.token_k_to_row]  # every choice has a row here; for a dropped one (-1) it would be 0
+    return Results(y, dx, dprobs, dw1, dw2)
+
+
+class AllToAll(torch.autograd.Function):
+    """Rows sent to and received from every rank; gradients go back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Return the received rows, in the order of their source ranks."""
+        ctx.sizes = sent, received
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), received, sent)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the sent rows."""
+        sent, received = ctx.sizes
+        return AllToAll.apply(grad, received, sent), None, None
+
+
+def on_ep_ranks(layer: Layer, recipe: Any, backend: str) -> Results:
+    """Compute a rank's share of tokens, with this rank's experts; a collective call."""
+    on = {"backend": backend}
+    num_ranks, num_local = dist.get_world_size(), len(layer.w1)
+
+    def forward(x: Tensor, probs: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        # Sorted by global expert, the rows for one rank are contiguous. No choice is dropped, so all rows are sent.
+        rows = build_row_map(layer.expert_ids, EXPERTS, **on)
+        x_rows, row_probs = permute(x, probs, rows, **on)
+        sent_PE = rows.m_offsets.diff().view(num_ranks, num_local)  # to each rank, for each of its experts
+        received_PE = torch.empty_like(sent_PE)
+        dist.all_to_all_single(received_PE, sent_PE)
+        sent, received = sent_PE.sum(1).tolist(), received_PE.sum(1).tolist()
+        x_here, probs_here = AllToAll.apply(x_rows, sent, received), AllToAll.apply(row_probs, sent, received)
+
+        # Received rows are sorted by source rank, then by expert. A second map, of one choice per row, sorts them by
+        # local expert. It is stable, so the rows of an expert have the order of one rank with all tokens.
+        local_experts = torch.arange(num_local, dtype=torch.int32).repeat(num_ranks)
+        local_ids = local_experts.repeat_interleave(received_PE.flatten()).unsqueeze(1)
+        local_rows = build_row_map(local_ids, num_local, **on)
+        x_local, probs_local = permute(x_here, probs_here.unsqueeze(1), local_rows, **on)
+        fc1, fc2 = prepare(w1, recipe, **on), prepare(w2, recipe, **on)
+        experts = GroupedExperts(recipe=recipe, **on)
+        y_local = experts(x_local, probs_local, fc1, fc2, local_rows.m_offsets, masters=(w1, w2))
+
+        y_here = unpermute(y_local, None, local_rows, **on)
+        return unpermute(AllToAll.apply(y_here, received, sent), None, rows, **on)
+
+    return trained(forward, layer)
+
+
+def require_equal_bits(ours: Results, expected: Results, what: str) -> None:
+    """Stop the example if any tensor differs."""
+    for name, tensor, reference in zip(Results._fields, ours, expected, strict=True):
+        if not torch.equal(tensor, reference):
+            raise SystemExit(f"{what}: {name} differs by up to {(tensor - reference).abs().max():.3g}")
+
+
+def compare_with_plain_torch(device: str, backend: str) -> None:
+    """Print the relative errors of both recipes, and check the chain by hand."""
+    layer = Layer.drawn(TOKENS, device)
+    exact = in_plain_torch(layer)
+    print(f"{layer.x.device.type}, backend {backend}: norm of the difference from plain torch / norm of plain torch")
+    print(f"{'recipe':12}" + "".join(f"{name:>8}" for name in Results._fields))
+    for recipe in (BF16, FP8_BLOCK):
+        ours = on_one_rank(layer, recipe, backend)
+        errors = [float((o.float() - e).norm() / e.norm()) for o, e in zip(ours, exact, strict=True)]
+        print(f"{recipe.name:12}" + "".join(f"{error:8.4f}" for error in errors))
+    require_equal_bits(by_hand(layer, backend), ours, "by hand")
+    print("The chain of single FP8 operators gives the same bits as GroupedExperts.")
+
+
+def compare_with_one_rank(backend: str) -> None:
+    """Check that EP changes no bit.
+
+    The bound is zero: a scale belongs to one row, or to up to 128 rows of one expert, which stand in the same order; a
+    row's sums do not depend on other rows; and a token's rows are summed in the order of its top-k.
+    """
+    dist.init_process_group("gloo")  # on GPUs: "nccl", and tensors on the rank's GPU
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    if EXPERTS % num_ranks:
+        raise SystemExit(f"the {EXPERTS} experts cannot be divided among {num_ranks} ranks.")
+    whole = Layer.drawn(num_ranks * TOKENS, "cpu")
+    mine = whole.shard(rank, num_ranks)
+    for recipe in (BF16, FP8_BLOCK):
+        expected = Results(*(part.chunk(num_ranks)[rank] for part in on_one_rank(whole, recipe, backend)))
+        require_equal_bits(on_ep_ranks(mine, recipe, backend), expected, f"rank {rank}, {recipe.name}")
+        print(f"rank {rank} of {num_ranks}, {recipe.name}: y and all gradients have the bits of one rank")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--interpret", action="store_true", help="run our kernels in Triton's interpreter")
+    interpret = arguments.parse_args().interpret
+    if interpret:
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    from moe_rl.kernels import (
+        BF16,
+        FP8_BLOCK,
+        GroupedExperts,
+        build_row_map,
+        grouped_gemm,
+        grouped_gemm_wgrad,
+        permute,
+        prepare,
+        quantize_both,
+        swiglu_backward_quantize,
+        swiglu_quantize,
+        unpermute,
+    )
+
+    backend = "triton" if interpret else "auto"
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        compare_with_one_rank(backend)
+    else:
+        compare_with_plain_torch("cuda" if torch.cuda.is_available() and not interpret else "cpu", backend)
