@@ -3,13 +3,14 @@ of GPUs, all of them.
 
     python benchmarks/step_levers.py rl_steps.json
 
-Rows are those of `benchmarks/fit_rl_step.py`. Balance: every rank has the mean rows, the most that balancing can bring.
-Packing: as few micro-batches as no packing goes below, from first-fit with the longest first. Sync: by the plan,
-between GPUs of their own; colocated engines keep theirs. From what: the forecast without a transport's name, NeMo-RL's
-packed broadcast, and its reshard. Map: engines of these recipes cut every expert over their ranks and have no map; the
-column is what a map of their loads brings to an engine of as many GPUs that spreads experts, if its fullest rank has
-1.7 times the mean without one. It is not part of `all`. Split: the best share of the same GPUs for the rollout, an
-eighth to seven eighths, of asynchronous recipes. Simulated, nothing measured.
+Rows are those of `benchmarks/fit_rl_step.py`. Balance: every rank has the mean rows in the update, the most that
+balancing can bring. Packing, of the update too: as few micro-batches as no packing goes below, from first-fit with the
+longest first. Routes of log-prob and reference passes are not known before they run, so these stay as they are. Sync:
+by the plan, between GPUs of their own; colocated engines keep theirs. From what: the forecast without a transport's
+name, NeMo-RL's packed broadcast, and its reshard. Map: engines of these recipes cut every expert over their ranks and
+have no map; the column is what a map of their loads brings to an engine of as many GPUs that spreads experts, if its
+fullest rank has 1.7 times the mean without one. It is not part of `all`. Split: the best share of the same GPUs for the
+rollout, an eighth to seven eighths, of asynchronous recipes. Simulated, nothing measured.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from typing import Any
 
 from benchmarks.fit_rl_step import PublishedStep
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.simulators.rl_step import RlStepSetting, framework_seconds, rl_step
+from moe_rl.simulators.rl_step import RlStepSetting, rl_step
 from moe_rl.simulators.rl_update import fewest_bins
 
 PLANNED = "planned"
@@ -69,7 +70,6 @@ class Recipe:
         if own is not None:
             setting = replace(setting, weight_sync_transport=levers.transport)
         slower = row["train_gpus"] / train_gpus
-        framework = framework_seconds(setting, forward_s=self.step.forward_s, update_s=self.step.update_s)
         return rl_step(
             self.step.model,
             self.step.hardware,
@@ -78,7 +78,7 @@ class Recipe:
             prompt_tokens=row["prompt"],
             forward_s=slower * passes.forward_s,
             update_s=slower * passes.update_s,
-            framework_s=slower * framework,
+            static_s=(slower * self.step.forward_s, slower * self.step.update_s),
         ).step_time_s
 
     def _passes(self, levers: Levers) -> PublishedStep:

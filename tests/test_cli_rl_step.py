@@ -51,6 +51,37 @@ def test_no_figure_of_the_tables_is_cut(tmp_path: Path) -> None:
     assert re.search(r"RL step [\d.]+x \([\d.]+-[\d.]+\) against static|saves no time", ran.out)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "balanced", "reason"),
+    [
+        ((), {"update"}, "the old-log-prob pass and the reference pass. If the trainer replays"),
+        (("--routes-from", "rollout"), {"log_prob", "update"}, "(--routes-from rollout): the reference pass."),
+        (("--old-log-prob-passes", 0), set(), "the reference pass and the update. If the trainer replays"),
+        (("--routes-from", "previous_pass", "--reference-passes", 0), set(), "No gain is credited to plans"),
+        (("--routes-from", "rollout", "--reference-passes", 0), {"log_prob", "update"}, ""),
+    ],
+)
+def test_only_what_a_run_balances_is_credited_and_the_reason_is_said(
+    arguments: tuple[object, ...], balanced: set[str], reason: str
+) -> None:
+    document = json.loads(moe_rl("rl-step", *FROM_LENGTHS, *arguments, "--json", "-").out)
+    static, even = (document["policies"][name]["parts_s"] for name in ("static", "forced_balance"))
+    assert {part for part in static if even[part] < static[part]} == balanced
+    said = [note for note in document["notes"] if note.startswith("not balanced")]
+    assert len(said) == bool(reason)
+    assert all(reason in note for note in said)
+
+
+@pytest.mark.parametrize(
+    ("model", "packed", "warns"),
+    [("gpt-oss-20b", (), True), ("gpt-oss-20b", ("--packed-sequences",), False), ("qwen3-30b-a3b", (), False)],
+)
+def test_packed_rows_of_a_model_with_sinks_are_priced_or_said(model: str, packed: tuple[str, ...], warns: bool) -> None:
+    described = (*FROM_LENGTHS[2:], "--model", model, *packed, "--json", "-")
+    notes = json.loads(moe_rl("rl-step", *described).out)["notes"]
+    assert any("has attention sinks" in note for note in notes) == warns
+
+
 def test_a_rollout_without_graphs_waits_for_its_host(tmp_path: Path) -> None:
     trace = write_npz(tmp_path / "t.npz")
     documents = [

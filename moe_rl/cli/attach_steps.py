@@ -14,11 +14,15 @@ from moe_rl.doctor.diagnosis import Finding
 from moe_rl.frameworks import FRAMEWORKS
 from moe_rl.frameworks.run_settings import OBSERVE, PREFIX, SWITCH, settings_from_environment
 from moe_rl.launch.keys import listed_model
+from moe_rl.launch.ray_job import RayJob
 from moe_rl.launch.readers import READERS
 from moe_rl.launch.settings import ReadRun, RunSettings
+from moe_rl.launch.sources import Text
 
 BY_VARIABLE = ("verl", "slime", "miles")
 """Frameworks in which `MOE_RL` switches moe_rl on; in the others a loop calls `attach`."""
+BY_RAY_WORKERS = ("slime", "miles")
+"""Frameworks whose workers get `MOE_RL` from Ray alone; verl's driver hands it on."""
 SWITCH_OFF = {
     "replicas": "off: MOE_RL_REPLICA_SLOTS=0",
     "across": "off: MOE_RL_CROSS_NODE_SLOTS=0, MOE_RL_RESIDENT_SLOTS=0",
@@ -66,7 +70,7 @@ def steps_to_attach(run: ReadRun, errors: Sequence[Finding] = ()) -> tuple[Step,
     that it would not accept.
     """
     repairs: list[Step] = []
-    sentences = [*_wrong_variables(run), *map(_repair, errors)]
+    sentences = [*_variables_without_effect(run), *_wrong_variables(run), *map(_repair, errors)]
     if sentences:
         repairs.append(Step(title=FIX_FIRST, sentences=tuple(sentences)))
     return (
@@ -76,8 +80,23 @@ def steps_to_attach(run: ReadRun, errors: Sequence[Finding] = ()) -> tuple[Step,
         Step(title="memory", sentences=(_memory(run.settings), _other_memory(run.settings))),
         *_untested(run.settings),
         Step(title="look first", sentences=(_look(run.settings),)),
-        Step(title="undo", sentences=(_undo(run.settings),)),
+        Step(title="undo", sentences=(_undo(run),)),
     )
+
+
+def _variables_without_effect(run: ReadRun) -> Iterator[str]:
+    """Yield which variables of moe_rl's the script exports although `ray job submit` does not hand them on."""
+    job = run.ray_job
+    if job is None:
+        return
+    for name, variable in job.kept_back.items():
+        reached = "reaches no worker"
+        if job.on_head:
+            reached = "reaches at most the workers of the head node, and then the run stops"
+        yield (
+            f"{variable.where.short()} exports {name}, which {reached}: `ray job submit` ({job.where.short()}) hands "
+            "on only its runtime environment. Delete that line and set the variable as below."
+        )
 
 
 def _wrong_variables(run: ReadRun) -> Iterator[str]:
@@ -116,15 +135,53 @@ def _lines(run: ReadRun) -> Iterator[str]:
             if arguments is not None and arguments.where:
                 place += f", beside {arguments}"
             yield f"{line}   ({place})"
-        elif line.startswith("export") and switch is not None and switch.text:
-            first = "" if switch.text == "observe" else ": for a first look, set it to observe"
-            yield f"nothing for MOE_RL: {switch.where.short()} sets it to {switch.text}{first}"
+        elif line.startswith("export") and switch is not None:
+            yield _present_switch(switch)
         elif line.startswith("export"):
-            yield f"{line}   (in {run.files[0]}, above the command that starts the training)"
+            yield from _switch(run, line)
         elif run.runs_by_uv:
             yield f"uv {line}   (into the environment that `uv run` uses for driver and workers)"
         else:
             yield f"{line}   (in the environment of the driver and of every worker)"
+
+
+def _present_switch(switch: Text) -> str:
+    """Return what to do if the files set MOE_RL already."""
+    where = switch.where.short()
+    if not switch.text:
+        return f"MOE_RL gets its value outside these files ({where}): set it to {OBSERVE}"
+    first = "" if switch.text == OBSERVE else f": for a first look, set it to {OBSERVE}"
+    return f"nothing for MOE_RL: {where} sets it to {switch.text}{first}"
+
+
+def _switch(run: ReadRun, line: str) -> Iterator[str]:
+    """Yield how the workers get MOE_RL: by the line of the adapter, or by the runtime environment of a Ray job."""
+    job = run.ray_job
+    if job is None and run.launch_file:
+        yield f"{line}   (in {run.launch_file}, above the command that starts the training)"
+    elif job is None and run.settings.framework in BY_RAY_WORKERS:
+        yield f'"{SWITCH}": "{OBSERVE}"   (in extra_env_vars of execute_train, or in env_vars of the Ray job)'
+    elif job is None:
+        yield f"{line}   (above the command that starts the training)"
+    else:
+        yield _line_of_job(job)
+        yield (
+            f"no `{line}`: after `ray start`, it reaches no worker, and before `ray start` only those of the head node"
+        )
+
+
+def _line_of_job(job: RayJob) -> str:
+    """Return the text to add to a Ray job's runtime environment, with its place."""
+    if job.json is not None:
+        new = job.json.with_variable(SWITCH, OBSERVE)
+        place = f"a new line below {new.where.short()}"
+        if new.behind:
+            place = f"in {new.where.short()}, right behind {new.behind}"
+        return f"{new.text}   ({place}; `ray job submit` hands this JSON to every worker)"
+    if job.file:
+        return f"{SWITCH}: {OBSERVE}   (below `env_vars:` in {job.file}, which `ray job submit` hands to every worker)"
+    added = f'--runtime-env-json=\'{{"env_vars": {{"{SWITCH}": "{OBSERVE}"}}}}\''
+    return f"{added}   (to `ray job submit`, {job.where.short()}, before the `--`)"
 
 
 def _levers(run: ReadRun) -> Iterator[str]:
@@ -245,8 +302,15 @@ def _look(settings: RunSettings) -> str:
     )
 
 
-def _undo(settings: RunSettings) -> str:
+def _undo(run: ReadRun) -> str:
     """Return how to go back to the plain framework."""
-    if settings.framework in BY_VARIABLE:
-        return "unset MOE_RL (or create the file that MOE_RL_UNTIL names). Checkpoints always have Megatron's layout"
-    return "balancer.detach(). Checkpoints saved inside balancer.canonical() have Megatron's layout"
+    layout = "Checkpoints always have Megatron's layout"
+    if run.settings.framework not in BY_VARIABLE:
+        return "balancer.detach(). Checkpoints saved inside balancer.canonical() have Megatron's layout"
+    if run.ray_job is None and run.launch_file:
+        return f"unset MOE_RL (or create the file that MOE_RL_UNTIL names). {layout}"
+    flags = "; the two flags may stay" if run.settings.framework in BY_RAY_WORKERS else ""
+    return (
+        f"delete MOE_RL from the runtime environment and restart{flags}. To stop balancing without a restart, set "
+        f"MOE_RL_UNTIL=/shared/off in the same place before the start, and create that file. {layout}"
+    )

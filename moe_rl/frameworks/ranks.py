@@ -7,9 +7,10 @@ from itertools import groupby
 
 import torch.distributed as dist
 
-from moe_rl.balancing.exchange import gathered
+from moe_rl.balancing.exchange import agreed, gathered
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.frameworks.contract import logger
+from moe_rl.frameworks.run_settings import OBSERVE, PREFIX, SWITCH, Settings, settings_from_environment
 
 
 def require_distributed(what: str) -> None:
@@ -19,6 +20,42 @@ def require_distributed(what: str) -> None:
         f"{what} needs torch.distributed, which is not initialized. Start the run with torchrun or the framework's "
         "launcher.",
     )
+
+
+def settings_of_all_ranks(framework: str) -> Settings | None:
+    """Return this rank's settings of the environment; raise on every rank if ranks disagree on what moe_rl does.
+
+    A collective of all ranks once torch.distributed is initialized. A rank without `MOE_RL` would later miss from the
+    collectives of the others, which would then wait for it without a word.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return settings_from_environment()
+    settings = agreed(settings_from_environment)
+    switches = gathered((socket.gethostname(), _switches(settings)))
+    first_host, first_switches = switches[0]
+    for rank, (host, switches_of_rank) in enumerate(switches):
+        for name, text in switches_of_rank.items():
+            require(
+                text == first_switches[name],
+                f"{framework}: {name} must be the same on all ranks, but rank {rank} (host {host}) has {text} and rank "
+                f"0 (host {first_host}) has {first_switches[name]}. Set MOE_RL in the runtime environment of the Ray "
+                "job, which reaches all workers, and not by `export` on one node.",
+            )
+    return settings
+
+
+def _switches(settings: Settings | None) -> dict[str, str]:
+    """Return what decides whether a rank takes part in moe_rl's collectives, by the name of the variable that says it.
+
+    The rest is compared before the first step (`MegatronRun.attach`).
+    """
+    if settings is None:
+        return {SWITCH: "none", f"{PREFIX}ROUTER_SHIFT": "0.0"}
+    policy = settings.balancer.policy if settings.balances else "none"
+    return {
+        SWITCH: OBSERVE if settings.balances and settings.balancer.observe else policy,
+        f"{PREFIX}ROUTER_SHIFT": str(settings.router_shift),
+    }
 
 
 def ranks_per_host(ep_group: dist.ProcessGroup) -> int:

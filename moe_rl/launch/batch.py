@@ -58,6 +58,22 @@ class BatchFacts:
     """Samples that a rollout engine decodes at once, at most."""
     uses_rollout_log_probs: int | None = None
     """1 where the rollout's log-probabilities are the old ones: no pass computes them."""
+    param_offload: int | None = None
+    """1 where the trainer's parameters leave the GPU while the rollout runs, 0 where they stay."""
+    grad_offload: int | None = None
+    optimizer_offload: int | None = None
+
+    @property
+    def offloaded_state(self) -> tuple[str, ...] | None:
+        """What of the trainer's state leaves the GPU while the rollout runs; None if the files do not say it.
+
+        Gradient buffers are released with the parameters, too.
+        """
+        gradients = self.param_offload or self.grad_offload
+        leaving = {"parameters": self.param_offload, "gradients": gradients, "optimizer": self.optimizer_offload}
+        if None in leaving.values():
+            return None
+        return tuple(name for name, leaves in leaving.items() if leaves)
 
     @property
     def gpus(self) -> int | None:

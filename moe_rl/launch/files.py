@@ -11,7 +11,7 @@ from moe_rl.launch.python_launcher import model_words, read_python
 from moe_rl.launch.shell.conditions import only_unset
 from moe_rl.launch.shell.expansion import split
 from moe_rl.launch.shell.follow import Launch, Shell
-from moe_rl.launch.sources import FLAG, OVERRIDE, Entry, RawRun, Text, Where, read_text
+from moe_rl.launch.sources import FLAG, OVERRIDE, Entry, RawRun, Text, Where, read_text, texts_of
 from moe_rl.launch.yaml_entries import interpolated, read_yaml_file
 
 # A line of Megatron's `print_args`, perhaps after the prefix of a logger.
@@ -43,16 +43,19 @@ def read_run(paths: list[Path]) -> RawRun:
             run.add_words(model_words(path, text, run))
             shell.follow_file(path, text)
     partial = bool(scripts) and _add_launch(shell, scripts[0], run)
+    ray_starts = [launch for launch in shell.launches if texts_of(launch.words)[:2] == ["ray", "start"]]
     # After all files: `${a.b}` may name a key that only a later file, or the command, sets.
     entries = interpolated(run.entries)
     for entry in entries:
-        run.variables.update(_variables(entry))
+        run.job_variables.update(_variables(entry))
+    run.variables.update(run.job_variables)
     return replace(
         run,
         entries=entries,
         notes=list(dict.fromkeys(run.notes)),
         files=list(dict.fromkeys(run.files)),
         partial=partial,
+        exported_to_ray=frozenset(name for launch in ray_starts for name in launch.variables),
     )
 
 
@@ -126,7 +129,9 @@ def _add_launch(shell: Shell, script: Path, run: RawRun) -> bool:
         f"{script} contains no arguments of a run: neither a command with --flags or a.b=c nor an array of "
         "such arguments.",
     )
-    run.variables.update({name: value for name, value in best.variables.items() if not value.missing})
+    run.command.extend(best.words)
+    run.exported.update({name: value for name, value in best.variables.items() if not value.missing})
+    run.variables.update(run.exported)
     run.add_words(words)
     return partial
 

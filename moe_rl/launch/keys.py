@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_rl.core.mappings import without
 from moe_rl.launch.batch import BatchFacts, BatchKeys, read_batch
+from moe_rl.launch.ray_job import OWN_VARIABLE, ray_job_of
 from moe_rl.launch.settings import KINDS, ReadRun, RunSettings, Setting, said_by, setting_of
 from moe_rl.launch.sources import Entry, RawRun
 
@@ -38,7 +39,6 @@ class Rule:
     """Whether the part of a value that is known may say enough: the end of `$BASE/Model-FP8`."""
 
 
-OWN_VARIABLE = re.compile(r"MOE_RL(_.*)?")
 Keys = Mapping[str, Rule]
 Known = dict[str, Setting[Any]]
 
@@ -77,6 +77,10 @@ class Reader:
     def read(self, raw: RawRun) -> ReadRun:
         """Return the run's settings; raises a sentence for a value of the wrong type."""
         raw = self.prepare(raw)
+        ray_job = ray_job_of(raw)
+        if ray_job is not None:
+            variables = {**without(raw.variables, ray_job.kept_back), **ray_job.variables}
+            raw = replace(raw, variables=variables)
         settings: Known = {}
         source: dict[str, str] = {}
         undecided: dict[str, str] = {}
@@ -127,6 +131,8 @@ class Reader:
             files=tuple(raw.files),
             partial=raw.partial,
             own_variables={name: text for name, text in raw.variables.items() if OWN_VARIABLE.fullmatch(name)},
+            ray_job=ray_job,
+            launch_file=raw.command[0].where.path if raw.command else "",
             runs_by_uv=("uv", "run") in pairwise(raw.words),
             batch=self._batch_of(raw),
         )

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar, get_args, get_type_hints
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.launch.batch import BatchFacts
 from moe_rl.launch.python_source import syntax_tree, value_of
+from moe_rl.launch.ray_job import RayJob
 from moe_rl.launch.sources import Entry, Text, Where
 from moe_rl.launch.yaml_entries import value_of_word
 
@@ -193,7 +194,11 @@ class ReadRun:
     partial: bool = False
     """Whether the files hold only some arguments of a command that stands elsewhere."""
     own_variables: Mapping[str, Text] = field(default_factory=dict)
-    """Variables of moe_rl's own that the files set: MOE_RL and MOE_RL_*."""
+    """Variables of moe_rl's own that the files set for the processes that train: MOE_RL and MOE_RL_*."""
+    ray_job: RayJob | None = None
+    """The `ray job submit` that starts the run; None if another command does."""
+    launch_file: str = ""
+    """The script with the command that starts the run; empty if no script has one."""
     runs_by_uv: bool = False
     """Whether `uv run` starts the command, in an environment of its own."""
 

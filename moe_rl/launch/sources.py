@@ -93,6 +93,14 @@ class RawRun:
     """Files that the run starts from or sources and that are not there, with a sentence on each."""
     partial: bool = False
     """Whether the files hold only some arguments of a command that stands elsewhere."""
+    command: list[Text] = field(default_factory=list)
+    """Words of the command that starts the run; empty if no script has one."""
+    exported: dict[str, Text] = field(default_factory=dict)
+    """Environment variables of the shell that starts this command."""
+    exported_to_ray: frozenset[str] = frozenset()
+    """Names of the variables that the script exports before `ray start`."""
+    job_variables: dict[str, Text] = field(default_factory=dict)
+    """Environment variables in the settings: of `--runtime-env-json`, or of sections such as `env_vars`."""
 
     def add_words(self, words: list[Text]) -> None:
         """Add the settings in the words of a command, and the words that are not settings."""

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.core.cost import BF16_BYTES
-from moe_rl.core.errors import require, require_least, require_positive, require_words
+from moe_rl.core.errors import require, require_known, require_least, require_positive, require_words
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.simulators.expert_skew import expert_shares, placed_evenly, slowest_rank_s
@@ -59,8 +59,15 @@ DECODE_EFFICIENCY = 0.7
 SCHEDULER_S = 2e-3
 # Forward is a third of a layer's host time: backward launches twice as much.
 FORWARD_LAUNCHES = 1.0 / 3.0
-# Of a parameter on the training GPUs: bf16 weight and gradient, fp32 master weight, two fp32 moments.
-STATE_BYTES = 16.0
+# Bytes of a parameter on the training GPUs: bf16 weight and gradient; fp32 master weight and two fp32 moments.
+STATE_BYTES = {"parameters": 2.0, "gradients": 2.0, "optimizer": 12.0}
+# From where a plan gets the routes of the pass that it is for. Passes whose routes are not known before they run follow
+# no plan of their own, and are priced as under static placement. A reference model's never are.
+ROUTES_FROM = (
+    "rollout",  # replayed in every pass of the trained model (R3): log-prob passes and update are balanced
+    "log_prob",  # counted in the first log-prob pass, or recorded there and replayed (R2): what comes after it is
+    "previous_pass",  # only mean loads of another batch: no gain is credited to any pass
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +113,8 @@ class RlStepSetting:
     """Forward passes of a reference model."""
     log_prob_passes: int = 1
     """Forward passes that recompute the policy's own log-probabilities."""
+    routes_from: str = "log_prob"
+    """One of `ROUTES_FROM`."""
     update_epochs: int = 1
     """How often every sample is trained on."""
     framework_share: float = FITTED["framework_share"]
@@ -123,6 +132,8 @@ class RlStepSetting:
     """Stages of the trainer's pipeline; in some transports they gather and send side by side."""
     offload_s: float | None = None
     """Measured time in which colocated state leaves and comes back; None: the forecast."""
+    offloaded_state: tuple[str, ...] = tuple(STATE_BYTES)
+    """What leaves the GPUs while a colocated engine decodes, of `STATE_BYTES`."""
 
     def __post_init__(self) -> None:
         require_least(
@@ -135,7 +146,9 @@ class RlStepSetting:
             1 <= self.accepted_tokens <= self.draft_tokens + 1,
             f"accepted_tokens must be 1 to {self.draft_tokens + 1} (draft_tokens + 1), got {self.accepted_tokens}.",
         )
-        require_words(self, rollout_precision=PRECISIONS)
+        require_words(self, rollout_precision=PRECISIONS, routes_from=ROUTES_FROM)
+        for name in self.offloaded_state:
+            require_known(name, STATE_BYTES, f"offloaded_state {name!r} is unknown.")
         require(
             not self.weight_sync_control_s or bool(self.weight_sync_transport),
             f"weight_sync_control_s ({self.weight_sync_control_s:g}) is added to the predicted transfer time: also set "
@@ -175,6 +188,19 @@ class RlStepSetting:
             f"weight_sync_transport {transport.name!r} works only if training and rollout share the same GPUs: do not "
             "set rollout_gpus.",
         )
+
+    @property
+    def balanced_log_prob_passes(self) -> int:
+        """Log-prob passes whose routes are known before they run."""
+        if self.routes_from == "rollout":
+            return self.log_prob_passes
+        # The first one is where the routes of the others are counted.
+        return max(0, self.log_prob_passes - 1) if self.routes_from == "log_prob" else 0
+
+    @property
+    def balances_update(self) -> bool:
+        """Whether the routes of an update are known before it runs."""
+        return self.routes_from == "rollout" or (self.routes_from == "log_prob" and self.log_prob_passes > 0)
 
     @property
     def colocated(self) -> bool:
@@ -235,26 +261,27 @@ def rl_step(
     prompt_tokens: float,
     forward_s: float,
     update_s: float,
-    framework_s: float | None = None,
+    static_s: tuple[float, float] | None = None,
 ) -> RlStep:
     """Return the RL step over samples of `response_lengths` [N] tokens.
 
     `forward_s` and `update_s` are seconds of one forward pass and one update (all its mini-batches) over all samples,
-    as `simulate_policies` says. `framework_s` is what the framework adds (`framework_seconds` of static placement);
-    None: these passes are static placement's.
+    as `simulate_policies` says. `static_s` are both under static placement: of passes that are not balanced, and what
+    the framework's time is a share of. None: the passes are static placement's.
     """
     if setting.rollout_tokens_per_s is not None:
         rollout = float(response_lengths.sum()) / (setting.rollout_tokens_per_s * setting.decoding_gpus)
     else:
         rollout = rollout_of(model, hardware, setting, response_lengths, prompt_tokens).seconds
-    passes = _pass_seconds(setting, forward_s=forward_s, update_s=update_s)
-    if framework_s is None:
-        framework_s = framework_seconds(setting, forward_s=forward_s, update_s=update_s)
+    static_forward_s, static_update_s = static_s or (forward_s, update_s)
+    balanced_log_probs = setting.balanced_log_prob_passes
     parts = {
         "rollout": rollout,
         "reward": setting.reward_s,
-        **passes,
-        "framework": framework_s,
+        "log_prob": balanced_log_probs * forward_s + (setting.log_prob_passes - balanced_log_probs) * static_forward_s,
+        "reference": setting.reference_passes * static_forward_s,
+        "update": setting.update_epochs * (update_s if setting.balances_update else static_update_s),
+        "framework": framework_seconds(setting, forward_s=static_forward_s, update_s=static_update_s),
         "offload": _offload_seconds(model, setting),
         "weight_sync": _sync_seconds(model, hardware, setting),
     }
@@ -267,16 +294,8 @@ def framework_seconds(setting: RlStepSetting, *, forward_s: float, update_s: flo
     Example: a forward pass of 1 s and an update of 3 s, log-probabilities and reference once each, share 0.63: 3.15 s,
     and 3.15 s as well under a policy whose update takes 2 s.
     """
-    return setting.framework_share * sum(_pass_seconds(setting, forward_s=forward_s, update_s=update_s).values())
-
-
-def _pass_seconds(setting: RlStepSetting, *, forward_s: float, update_s: float) -> dict[str, float]:
-    """Return the seconds of the trainer's passes by part."""
-    return {
-        "log_prob": setting.log_prob_passes * forward_s,
-        "reference": setting.reference_passes * forward_s,
-        "update": setting.update_epochs * update_s,
-    }
+    forward_passes = setting.log_prob_passes + setting.reference_passes
+    return setting.framework_share * (forward_passes * forward_s + setting.update_epochs * update_s)
 
 
 def _offload_seconds(model: MoeModelSpec, setting: RlStepSetting) -> float:
@@ -284,7 +303,8 @@ def _offload_seconds(model: MoeModelSpec, setting: RlStepSetting) -> float:
         return 0.0
     if setting.offload_s is not None:
         return setting.offload_s
-    per_gpu = STATE_BYTES * all_params(model) / setting.train_gpus
+    bytes_of_parameter = sum(STATE_BYTES[name] for name in setting.offloaded_state)
+    per_gpu = bytes_of_parameter * all_params(model) / setting.train_gpus
     return per_gpu / (FITTED["host_link_gb_per_s"] * 1e9)
 
 

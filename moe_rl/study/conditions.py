@@ -20,7 +20,7 @@ from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
 from moe_rl.study.groups import KernelOptions, PricingOptions
 from moe_rl.study.options import DRAWN
-from moe_rl.study.population import population_cautions, population_notes
+from moe_rl.study.population import population_cautions, population_notes, sink_cautions
 from moe_rl.study.scenario import Scenario, Simulate
 from moe_rl.yaml_files import read_yaml
 
@@ -246,7 +246,12 @@ def cautions(
         return sentences
     lengths = scenario.batch.lengths
     packed = bool((lengths != lengths[0]).any())
-    outside = population_cautions(scenario.options.parallel, scenario.options.passes.seq_length, packed=packed)
+    options = scenario.options
+    outside = population_cautions(options.parallel, options.passes.seq_length, packed=packed)
+    sequences = options.sequences
+    # Sequences of one length share a row, too, where a budget decides how many a micro-batch has.
+    if packed or sequences.micro_batch_tokens is not None or sequences.ep_group_tokens is not None:
+        outside += sink_cautions(scenario.model.spec, packed_sequences=options.kernels.packed_sequences)
     assumed = scenario.topology.hardware.assumption()
     return [*sentences, *_moves_that_cost(scenario, result, simulate), *filter(None, [assumed]), *outside]
 

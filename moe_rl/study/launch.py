@@ -16,6 +16,7 @@ from moe_rl.launch import interpret, read_run
 from moe_rl.launch.keys import listed_model
 from moe_rl.launch.settings import ReadRun, RunSettings
 from moe_rl.option_groups import words_of
+from moe_rl.study.known_routes import routes_from
 from moe_rl.study.options import SimulationOptions
 
 # Options of a simulation that a run sets under the same name.
@@ -69,6 +70,9 @@ def launch_options(
     share = 1.0 if schema.of_all_gpus else _simulated_share(run, stated)
     model = listed_model(run.settings)
     options_of_files = {**_options(run.settings), **_batch_options(run, share)}
+    plan_routes, plan_sentence = routes_from(run.settings)
+    if plan_routes is not None:
+        options_of_files["routes_from"] = plan_routes
     if model and not has_trace:
         options_of_files = {"model": model, **options_of_files}
     priced, left_out = _priced({name: value for name, value in options_of_files.items() if name in words_of(schema)})
@@ -80,6 +84,8 @@ def launch_options(
         if name in SAME_NAME or name in OTHER_NAME:
             sentences.append(f"{file_names}: {sentence}")
     sentences += [f"{file_names}: {sentence}" for sentence in left_out]
+    if plan_sentence and "routes_from" in priced:
+        sentences.append(f"{file_names}: {plan_sentence}")
     sentences += run.conditions
     if model and has_trace:
         sentences.append(
@@ -154,6 +160,8 @@ def _batch_options(run: ReadRun, share: float | None) -> dict[str, Any]:
         options["old_log_prob_passes"] = 0
     if settings.rollout_fp8:
         options["rollout_precision"] = "fp8"
+    if batch.offloaded_state is not None:
+        options["offloaded_state"] = list(batch.offloaded_state)
     return options
 
 
@@ -229,5 +237,5 @@ def _listed(options: Mapping[str, object]) -> str:
 
 def _word(value: object) -> str:
     if isinstance(value, list):
-        return ",".join(map(str, value))
+        return ",".join(map(str, value)) or "none"
     return str(value)

@@ -3,8 +3,10 @@
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import Field
+
 from moe_rl.option_groups import OptionGroup
-from moe_rl.study.groups import ParallelOptions
+from moe_rl.study.groups import Names, ParallelOptions
 from moe_rl.study.options import SimulationOptions
 
 if TYPE_CHECKING:
@@ -52,9 +54,11 @@ class TrainerOptions(OptionGroup):
     reward_seconds: float = 0.0
     reference_passes: int = 1
     old_log_prob_passes: int = 1
+    routes_from: str = "log_prob"
     update_epochs: int = 1
     framework_share: float | None = None
     offload_seconds: float | None = None
+    offloaded_state: Names = Field(default=["parameters", "gradients", "optimizer"])
 
 
 class SyncOptions(OptionGroup):
@@ -82,7 +86,11 @@ class RlStepOptions(LengthOptions):
         """Return the simulator's setting; `framework_share` is the software's, where no option states it."""
         from moe_rl.simulators.rl_step import RlStepSetting
 
-        other: dict[str, Any] = {"rollout_cuda_graph": not self.rollout.rollout_enforce_eager, "train_gpus": train_gpus}
+        other: dict[str, Any] = {
+            "rollout_cuda_graph": not self.rollout.rollout_enforce_eager,
+            "train_gpus": train_gpus,
+            "offloaded_state": tuple(name for name in self.trainer.offloaded_state if name != "none"),
+        }
         if self.trainer.framework_share is None:
             other["framework_share"] = framework_share
         names = {item.name for item in fields(RlStepSetting)} - set(other)

@@ -25,7 +25,7 @@ from moe_rl.report.whole_step import MemoryMisfit, Remedy, RlGain
 from moe_rl.simulators.memory import dense_params
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.result import PolicyResult, SimulationResult
-from moe_rl.simulators.rl_step import RlStep, RlStepSetting, framework_seconds, rl_step, sync_price, sync_setting
+from moe_rl.simulators.rl_step import RlStep, RlStepSetting, rl_step, sync_price, sync_setting
 from moe_rl.simulators.rl_update import trainer_seconds
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.weight_sync import PART_SOURCES, TRANSPORTS, price_sync
@@ -35,7 +35,13 @@ from moe_rl.study.known_steps import RL_STEP, UPDATE, OwnStep, PricedRun, poster
 from moe_rl.study.lengths import FULL_SIZE_TOKENS, drawn_lengths, needed
 from moe_rl.study.options import SCALED, merge_options
 from moe_rl.study.plan_and_price import beside_static, make_plans, predict, pricing_of
-from moe_rl.study.population import FITTED_RL_CLUSTERS, check_population, population_cautions, population_notes
+from moe_rl.study.population import (
+    FITTED_RL_CLUSTERS,
+    check_population,
+    population_cautions,
+    population_notes,
+    sink_cautions,
+)
 from moe_rl.study.remedies import Fitting, mildest_that_fits
 from moe_rl.study.resident_slots import open_scenario
 from moe_rl.study.rl_options import RL, RlStepOptions, RolloutOptions
@@ -145,10 +151,8 @@ class TrainingPasses:
         return intervals
 
     def steps(self, options: RlStepOptions) -> dict[str, RlStep]:
-        """Return the step of RL under every policy; what the framework adds is static's for all of them."""
+        """Return the step of RL under every policy; passes that the run does not balance are static's for all."""
         setting = options.rl_setting(self.train_gpus, self.costs.framework_share)
-        static_forward_s, static_update_s = self.seconds["static"]
-        framework_s = framework_seconds(setting, forward_s=static_forward_s, update_s=static_update_s)
         response_lengths = np.maximum(self.lengths - options.rollout.prompt_tokens, 1)
         step_by_policy = {}
         for name, (forward_s, update_s) in self.seconds.items():
@@ -160,7 +164,7 @@ class TrainingPasses:
                 prompt_tokens=options.rollout.prompt_tokens,
                 forward_s=forward_s,
                 update_s=update_s,
-                framework_s=framework_s,
+                static_s=self.seconds["static"],
             )
             parts_s = {part: self.own_step.factor * seconds for part, seconds in step.parts_s.items()}
             step_by_policy[name] = replace(step, parts_s=parts_s)
@@ -275,8 +279,8 @@ def predict_with_rl(scenario: Scenario, progress: Progress, **options: Any) -> S
         return replace(report, notes=(note, *report.notes))
     gain = _gain(passes, report, engine)
     note = (
-        f"the RL step spends {gain.shares['rollout']:.0%} on the rollout, whose time is predicted. Give your own "
-        "rates and lengths to moe-rl rl-step."
+        f"the RL step spends {gain.shares['rollout']:.0%} on the rollout, whose time is predicted. Of the trainer's "
+        "passes, only the update is balanced. Give your own rates, lengths and passes to moe-rl rl-step."
     )
     return replace(report, rl=gain, notes=(note, *report.notes))
 
@@ -379,7 +383,9 @@ def rl_notes(options: RlStepOptions, passes: TrainingPasses, *, of_lengths: bool
     sentences = [_rl_fit_note(passes), _rl_software_note(options, passes, software)]
     sentences += population_notes(passes.model, passes.hardware, software)
     sentences += population_cautions(options.parallel, options.passes.seq_length, packed=True)
+    sentences += sink_cautions(passes.model, packed_sequences=options.kernels.packed_sequences)
     sentences += filter(None, [load_cluster(options.pricing.cluster).assumption()])
+    sentences += _unbalanced_notes(options.rl_setting(passes.train_gpus, passes.costs.framework_share))
     if of_lengths:
         sentences.append(
             f"there is no trace: with static placement, the busiest rank gets {options.trainer.imbalance:g} times "
@@ -395,6 +401,28 @@ def rl_notes(options: RlStepOptions, passes: TrainingPasses, *, of_lengths: bool
     if options.rollout.prompt_tokens == 0:
         sentences.append("prompts are assumed to be empty: set --prompt-tokens.")
     return sentences
+
+
+def _unbalanced_notes(setting: RlStepSetting) -> list[str]:
+    """Return which of the trainer's passes are priced without balancing, and why."""
+    passes = []
+    if setting.balanced_log_prob_passes < setting.log_prob_passes:
+        passes.append("old-log-prob pass")
+    if setting.reference_passes:
+        passes.append("reference pass")
+    if not setting.balances_update:
+        passes.append("update")
+    if not passes:
+        return []
+    sentence = (
+        f"not balanced, because its routes are not known before it runs (--routes-from {setting.routes_from}): the "
+        f"{' and the '.join(passes)}."
+    )
+    if setting.routes_from == "previous_pass":
+        sentence += " No gain is credited to plans from the previous pass's mean loads."
+    elif setting.routes_from == "log_prob" and passes != ["reference pass"]:
+        sentence += " If the trainer replays the rollout's routes (R3), set --routes-from rollout."
+    return [sentence]
 
 
 def sync_notes(passes: TrainingPasses, options: RlStepOptions) -> list[str]:

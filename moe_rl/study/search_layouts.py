@@ -33,7 +33,7 @@ from moe_rl.study.executors import Executor
 from moe_rl.study.intervals import around
 from moe_rl.study.known_steps import KnownMemory, posterior_of, priors_of, surprises
 from moe_rl.study.parallel_shapes import estimated_speeds, next_shapes, shapes_of
-from moe_rl.study.population import check_population, population_cautions, population_notes
+from moe_rl.study.population import check_population, population_cautions, population_notes, sink_cautions
 from moe_rl.study.priced_setting import levers_on_all_layers
 from moe_rl.study.rl_options import TuneOptions
 from moe_rl.study.scenario import Progress, open_trace_of_model
@@ -333,4 +333,5 @@ def _notes(options: TuneOptions, rows: list[TunedSetting], task: ShapeTask, post
     sentences += population_notes(task.model, task.hardware, software)
     best_cp = options.parallel.with_words(context_parallel_size=rows[0].context_parallel_size)
     sentences += population_cautions(best_cp, options.passes.seq_length, packed=True)
+    sentences += sink_cautions(task.model, packed_sequences=options.kernels.packed_sequences)
     return [*sentences, *filter(None, [task.hardware.assumption()])]

@@ -153,9 +153,46 @@ def test_the_framework_takes_as_long_whatever_the_policy_saves(share: float, upd
     assert static.parts_s["framework"] == framework_s
     balanced = rl_step(
         MODEL, H100, setting, response_lengths=LENGTHS, prompt_tokens=200.0, forward_s=20.0, update_s=update_s,
-        framework_s=framework_s,
+        static_s=(20.0, 60.0),
     )  # fmt: skip
     assert static.step_time_s - balanced.step_time_s == pytest.approx(60.0 - update_s, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("routes_from", "log_prob_passes", "expected"),
+    [
+        # Under the policy a forward pass takes 15 s instead of 20, an update 40 s instead of 60.
+        ("log_prob", 1, (20, 20, 40)),
+        ("log_prob", 2, (20 + 15, 20, 40)),
+        ("log_prob", 0, (0, 20, 60)),
+        ("rollout", 1, (15, 20, 40)),
+        ("rollout", 0, (0, 20, 40)),
+        ("previous_pass", 2, (40, 20, 60)),
+    ],
+)
+def test_only_passes_with_known_routes_are_balanced(
+    routes_from: str, log_prob_passes: int, expected: tuple[int, int, int]
+) -> None:
+    setting = replace(COLOCATED, routes_from=routes_from, log_prob_passes=log_prob_passes)
+    parts = rl_step(
+        MODEL, H100, setting, response_lengths=LENGTHS, prompt_tokens=200.0, forward_s=15.0, update_s=40.0,
+        static_s=(20.0, 60.0),
+    ).parts_s  # fmt: skip
+    assert (parts["log_prob"], parts["reference"], parts["update"]) == expected
+    # Its time is that of static placement's passes, whatever is balanced.
+    assert parts["framework"] == framework_seconds(setting, forward_s=20.0, update_s=60.0)
+
+
+def test_state_that_stays_on_the_gpu_takes_no_time_to_offload() -> None:
+    def offload_s(*state: str) -> float:
+        return step_of(replace(COLOCATED, offloaded_state=state)).parts_s["offload"]
+
+    whole = step_of(COLOCATED).parts_s["offload"]
+    assert offload_s() == 0.0
+    assert offload_s("optimizer") == pytest.approx(0.75 * whole)  # 12 of 16 bytes of a parameter
+    assert offload_s("parameters", "gradients") == pytest.approx(0.25 * whole)
+    with pytest.raises(InvalidInputError, match="offloaded_state 'optimiser' is unknown"):
+        offload_s("optimiser")
 
 
 @pytest.mark.parametrize("mini_batches", [1, 4])

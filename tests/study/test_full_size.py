@@ -91,9 +91,11 @@ def test_packed_rows_cost_the_same_in_a_search_of_layouts_and_in_a_simulation(tm
             "moe_token_dispatcher_type": "alltoall", "recompute_granularity": "full", "packed_sequences": packed,
         }  # fmt: skip
         simulated = moe_rl.simulate(trace, policy="static", **same)
-        tuned = moe_rl.tune(trace, gpus=8, jobs=1, **same).best
-        seconds = float(str(simulated.trace["num_tokens"])) / tuned.tokens_per_s_per_gpu / 8
+        tuned = moe_rl.tune(trace, gpus=8, jobs=1, **same)
+        seconds = float(str(simulated.trace["num_tokens"])) / tuned.best.tokens_per_s_per_gpu / 8
         ratios.append(seconds / simulated.yardstick("forced_balance").step_time_s)
+        for sentences in (simulated.all_cautions, tuned.notes):
+            assert any("has attention sinks" in sentence for sentence in sentences) != packed
     assert ratios == pytest.approx([1.0, 1.0], rel=0.01)
 
 

@@ -234,6 +234,68 @@ def test_verls_offload_between_phases_is_not_megatrons_optimizer_on_the_host(
     assert launch_options([path])[0].get("optimizer_offload_fraction") == fraction
 
 
+OFFLOAD = "actor_rollout_ref.actor.megatron."
+
+
+@pytest.mark.parametrize(
+    ("more", "state"),
+    [
+        ("", []),
+        (f"{OFFLOAD}param_offload=True", ["parameters", "gradients"]),  # verl releases gradients with the parameters
+        (f"{OFFLOAD}optimizer_offload=True {OFFLOAD}grad_offload=True", ["gradients", "optimizer"]),
+        (f"{OFFLOAD}param_offload=True {OFFLOAD}optimizer_offload=True", ["parameters", "gradients", "optimizer"]),
+        (f"{OFFLOAD}param_offload=$ALL", None),
+    ],
+)
+def test_a_colocated_step_pays_for_the_state_that_verl_offloads(
+    tmp_path: Path, more: str, state: list[str] | None
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(VERL.format(more=f"actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B-Base {more}"))
+    assert launch_options([path], RlStepOptions)[0].get("offloaded_state") == state
+    ran = moe_rl("rl-step", "--launch", path, "--mean-length", 2000, "--json", "-")
+    assert ran.code == 0, ran.err
+    offload_s = json.loads(ran.out)["policies"]["static"]["parts_s"]["offload"]
+    assert (offload_s == 0) == (state == [])
+
+
+ROUTER_REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode"
+PADDED = "actor_rollout_ref.model.use_remove_padding=False"
+
+
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [
+        (VERL.format(more=""), "log_prob"),
+        (VERL.format(more=f"{ROUTER_REPLAY}=R2"), "log_prob"),
+        (VERL.format(more=f"{ROUTER_REPLAY}=R3"), "rollout"),
+        (VERL.format(more=PADDED), "previous_pass"),
+        (VERL.format(more=f"{ROUTER_REPLAY}=R3 {PADDED}"), "previous_pass"),  # such a run is not balanced
+        (SLIME, "log_prob"),
+        (f"{SLIME.rstrip()} --use-rollout-routing-replay", "rollout"),
+        (f"{SLIME.rstrip()} --qkv-format bshd", "previous_pass"),
+        (f"{SLIME.rstrip()} --qkv-format bshd --use-routing-replay", "log_prob"),
+        (SKYRL, "previous_pass"),
+        (f"{SKYRL.rstrip()} trainer.policy.megatron_config.moe_enable_routing_replay=true", "rollout"),
+    ],
+)
+def test_the_files_say_which_routes_a_plan_knows(tmp_path: Path, text: str, source: str) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(text)
+    found, notes = launch_options([path], RlStepOptions)
+    assert found["routes_from"] == source
+    assert any("(routes_from previous_pass)" in note for note in notes) == (source == "previous_pass")
+    assert "routes_from" not in launch_options([path])[0]
+
+
+def test_nemo_rl_replays_in_the_log_prob_pass_or_knows_no_routes(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(NEMO_RL)
+    assert launch_options([path], RlStepOptions)[0]["routes_from"] == "previous_pass"
+    path.write_text(NEMO_RL.replace("policy:", "policy:\n  router_replay: {enabled: true}"))
+    assert launch_options([path], RlStepOptions)[0]["routes_from"] == "rollout"
+
+
 USE_KL, KL_IN_REWARD = "actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward"
 
 

@@ -14,7 +14,7 @@ from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.plan_file import load_plan
 from moe_rl.core.post_import import when_imported, wrap
 from moe_rl.frameworks.contract import Framework
-from moe_rl.frameworks.run_settings import Settings, settings_from_environment
+from moe_rl.frameworks.run_settings import Settings
 from moe_rl.frameworks.slime.driver import plan_path
 from moe_rl.frameworks.slime.manager import install_when_imported
 from moe_rl.frameworks.slime.micro_batches import CallData, is_packed, replayed_routes
@@ -52,16 +52,18 @@ class Worker:
     """Whose weights are in the parameters: actor, old_actor, ref or teacher."""
 
     def init(self, args: Any) -> None:
-        """Read the settings and take note of Megatron's schedule; called when Megatron has its groups.
+        """Read the settings and take note of Megatron's schedule; called on all ranks when Megatron has its groups.
 
-        Settings that our loss would not honor are refused here, before any rollout.
+        Settings that our loss would not honor, or that differ between ranks, are refused here, before any rollout.
         """
+        from moe_rl.frameworks.ranks import settings_of_all_ranks  # imports torch
+
         is_own_loss = str(getattr(args, "custom_loss_function_path", "")).startswith("moe_rl.frameworks.slime.losses.")
         if is_own_loss:
             from moe_rl.frameworks.slime.losses import objective_of
 
             objective_of(args)
-        self.settings, self.args = settings_from_environment(), args
+        self.settings, self.args = settings_of_all_ranks(self.framework.name), args
         name = self.framework.name
         if self.settings is None:
             logger.warning("moe_rl: this %s run is not balanced, because MOE_RL is not set.", name)
