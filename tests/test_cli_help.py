@@ -23,13 +23,13 @@ from moe_rl.planner.base import OURS
 from moe_rl.planner.domain_engine import ENGINES
 from moe_rl.planner.objective import OBJECTIVES
 from moe_rl.replay import TraceReader, TraceWriter
-from moe_rl.simulators.rl_step import FITTED, PRECISIONS
+from moe_rl.simulators.rl_step import FITTED, PRECISIONS, ROUTES_FROM, STATE_BYTES
 from moe_rl.simulators.setting import OFFLOAD_MODULES
 from moe_rl.simulators.weight_sync import TRANSPORTS
 from moe_rl.study import options
 from moe_rl.study.groups import GRAPHS
 from moe_rl.study.options import SimulationOptions
-from moe_rl.study.rl_options import KnownStepOptions, RlStepOptions, TuneOptions
+from moe_rl.study.rl_options import KnownStepOptions, RlStepOptions, TrainerOptions, TuneOptions
 from moe_rl.study.shown import SHOWN
 
 BATCH = ("--ep", 4, "--ep-group-tokens", 200)
@@ -175,10 +175,13 @@ def test_words_and_defaults_of_options_are_those_of_the_code() -> None:
         "filler": Filler,
         "cuda_graph_impl": GRAPHS,
         "rollout_precision": PRECISIONS,
+        "routes_from": ROUTES_FROM,
     }
     assert {name: list(SHOWN[name].choices) for name in known} == {name: list(words) for name, words in known.items()}
     assert all(module in SHOWN["offload_modules"].help for module in OFFLOAD_MODULES)
     assert all(name in SHOWN["weight_sync_transport"].help for name in TRANSPORTS.names)
+    assert list(STATE_BYTES) == TrainerOptions().offloaded_state
+    assert all(name in SHOWN["offloaded_state"].help for name in STATE_BYTES)
     assert SimulationOptions().pricing.replica_exposed == REPLICA_CONTENTION
     assert load_software("tuned").costs.framework_share == FITTED["framework_share"]
     assert set(SHOWN) == set(words_of(KnownStepOptions)) | set(words_of(TuneOptions))

@@ -70,6 +70,8 @@ def test_only_what_a_run_balances_is_credited_and_the_reason_is_said(
     said = [note for note in document["notes"] if note.startswith("not balanced")]
     assert len(said) == bool(reason)
     assert all(reason in note for note in said)
+    table = " ".join(moe_rl("rl-step", *FROM_LENGTHS, *arguments).out.split())
+    assert ("The update is not balanced, because its routes" in table) == ("update" not in balanced)
 
 
 @pytest.mark.parametrize(

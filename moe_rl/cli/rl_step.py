@@ -81,6 +81,8 @@ def _headline(point: "RlPoint") -> str:
     static, (name, best) = steps["static"], min(steps.items(), key=lambda item: item[1].step_time_s)
     update = static.parts_s["update"] / best.parts_s["update"]
     step = static.step_time_s / best.step_time_s
+    if not point.balances_update:
+        return "The update is not balanced, because its routes are not known before it runs"
     if step <= 1.0:
         return "Balancing the update saves no time in this RL step"
     if name == FORCED:

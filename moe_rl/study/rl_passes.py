@@ -497,11 +497,16 @@ class RlPoint:
 
     steps: Mapping[str, RlStep]
     intervals: Mapping[str, RlIntervals]
+    balances_update: bool
+    """Whether the update's routes are known before it runs."""
 
     @classmethod
     def of(cls, passes: TrainingPasses, options: RlStepOptions) -> "RlPoint":
         """Return the steps that these options make of the passes."""
-        return cls(steps=passes.steps(options), intervals=passes.intervals(options))
+        setting = options.rl_setting(passes.train_gpus, passes.costs.framework_share)
+        return cls(
+            steps=passes.steps(options), intervals=passes.intervals(options), balances_update=setting.balances_update
+        )
 
 
 def swept_steps(passes: TrainingPasses, options: RlStepOptions, sweep: str) -> dict[str, RlPoint]:
