@@ -44,7 +44,8 @@ def policy_table(report: ReportData, names: Sequence[str] = ()) -> Table:
 def print_report(report: ReportData, console: Console, *, names: Sequence[str] = (), explain: bool = False) -> None:
     """Print the setting, the table with the columns of these `names`, and what follows from it in `LINES` lines.
 
-    Cautions are printed however many they are; with `explain` every sentence is.
+    Cautions, and whether the ranking holds where that was asked for, are printed however long they are; with `explain`
+    every sentence is.
     """
     width = min(console.width, MAX_WIDTH)
     for line in setting_lines(report):
@@ -54,7 +55,7 @@ def print_report(report: ReportData, console: Console, *, names: Sequence[str] =
     with _wide_enough(console, table := policy_table(report, names)):
         console.print(table)
     sentences = _sentences(report)
-    always = len(headline(report).lines) + len(report.cautions)
+    always = len(headline(report).lines) + len(report.cautions) + len(ranking_sentences(report))
     if explain:
         printed = sentences
     else:

@@ -1,7 +1,7 @@
 """The conditions of a simulation: facts of trace and setting, and sentences that must stand beside the numbers."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from moe_rl.config import load_software
@@ -129,21 +129,45 @@ def chosen_by(pricing: PricingOptions, kernels: KernelOptions) -> str:
     return "the default"
 
 
-def software_note(scenario: Scenario, result: SimulationResult, simulate: Simulate) -> str:
-    """Say which software was priced and why, and what the other kind would give."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftwareNote:
+    """Which software was priced and why, and what the other kind would give."""
+
+    sentence: str
+    gain: float | None = None
+    """Speed-up of the fastest policy with the other kind of software; None where known steps decide the constants."""
+
+    def caution(self, speedups: Sequence[float]) -> str:
+        """Return the warning that the headline's interval, which spans `speedups`, leaves the other kind's gain out.
+
+        Empty where it does not, as printed: 1.004x is not outside of 1.00x to 1.00x.
+        """
+        if self.gain is None or not speedups:
+            return ""
+        low, high = min(speedups), max(speedups)
+        if round(low, 2) <= round(self.gain, 2) <= round(high, 2):
+            return ""
+        return (
+            f"{self.sentence.removesuffix('.')}, outside the 80 % interval of {low:.2f}x to {high:.2f}x. Set "
+            "--software to the kind that your run has."
+        )
+
+
+def software_note(scenario: Scenario, result: SimulationResult, simulate: Simulate, *, best: str) -> SoftwareNote:
+    """Return the note on the priced software; `best` is the policy that the headline is about."""
     name, options = scenario.software.name, scenario.options
     reason = chosen_by(options.pricing, options.kernels)
     other = TYPICAL if name == TUNED else TUNED
     if scenario.options.pricing.known_step:
-        return f"software: {name} ({reason}), with constants fitted to the known steps."
+        return SoftwareNote(sentence=f"software: {name} ({reason}), with constants fitted to the known steps.")
     priced = simulate(replace(scenario.training_step.setting, software=load_software(other).costs))
-    best = min(result.policies, key=lambda policy: result.policies[policy].step_time_s)
     gain = priced.policies[best].prediction.speedup_vs_static or 1.0
     other_s, own_s = priced.static.step_time_s, result.static.step_time_s
-    return (
+    sentence = (
         f"software: {name} ({reason}). With --software {other}, static takes {other_s:.3g} s instead of {own_s:.3g} "
         f"s, and {best} is {gain:.2f}x as fast as static."
     )
+    return SoftwareNote(sentence=sentence, gain=gain)
 
 
 def break_even(scenario: Scenario, plans: Mapping[str, Plan], loads: Mapping[str, StepLoad]) -> list[str]:

@@ -161,8 +161,13 @@ def predict(
     sentences = notes(scenario, plans, result)
     if leading:
         sentences = [remaining_levers(scenario, leading, plans[leading]), *sentences]
+    warned = cautions(scenario, result, simulate)
     if timed:
-        sentences = [software_note(scenario, result, simulate), *sentences]
+        software = software_note(scenario, result, simulate, best=fastest.policy)
+        if caution := software.caution(speedups):
+            warned = [caution, *warned]
+        else:
+            sentences = [software.sentence, *sentences]
     sentences += [*_sequences_wanted(scenario, speedups), *break_even(scenario, plans, loads)]
     return SimulationReport(
         trace=trace_facts(scenario),
@@ -176,7 +181,7 @@ def predict(
         memory={name: policy.memory for name, policy in {**result.policies, **result.yardsticks()}.items()},
         sensitivity=tuple(perturbed_rankings(simulate, setting)) if sensitivity else (),
         model_caution=model_caution(scenario),
-        cautions=tuple(dict.fromkeys([*cautions(scenario, result, simulate), *warnings])),
+        cautions=tuple(dict.fromkeys([*warned, *warnings])),
         notes=tuple(dict.fromkeys(sentences)),
         engines=tuple(name for name in stated if POLICIES[name].is_engine),
         above_engine=leading,

@@ -100,6 +100,15 @@ def test_a_flip_is_named_with_its_constant() -> None:
     assert document["sensitivity"]["perturbed"][1]["turned"] == (("ultraep", "static"),)
 
 
+@pytest.mark.parametrize("width", [60, 100])
+def test_whether_the_ranking_holds_is_printed_without_explain(width: int) -> None:
+    """Three cautions take the eight lines below the table; who asks for --sensitivity has its sentence all the same."""
+    cautions = tuple(f"caution {number} " * 12 for number in range(3))
+    text = " ".join(printed(report(sensitivity=rankings(), cautions=cautions), width).split())
+    assert "The ranking of the policies holds with every constant 30 % lower or higher" in text
+    assert "more sentences: --explain" in text
+
+
 def test_what_was_not_perturbed_is_not_mentioned() -> None:
     assert ranking_sentences(report()) == ()
     assert "sensitivity" not in report().as_json()

@@ -21,6 +21,7 @@ import moe_rl.study
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.report.html import render_html
+from moe_rl.study.conditions import SoftwareNote
 
 ROOT = Path(__file__).parents[2]
 SMALL: dict[str, Any] = {"num_experts": 8, "ep_group_tokens": 200, "expert_model_parallel_size": 4}
@@ -411,3 +412,26 @@ def test_the_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "README.md", "exec"), {})
     assert (tmp_path / "out" / "report.html").is_file()
+
+
+@pytest.mark.lengthy
+def test_a_gain_outside_the_interval_stands_below_the_headline() -> None:
+    """Other software at EP8: 1.01x of static, where the headline says 1.00x to 1.00x; at EP16 both say 1.00x."""
+    outside, inside = (
+        moe_rl.simulate("countdown-grpo", ep=ep, batch="recorded", policy="static,moe-rl") for ep in (8, 16)
+    )
+    (caution,) = (sentence for sentence in outside.cautions if sentence.startswith("software:"))
+    assert "With --software tuned" in caution
+    assert "outside the 80 % interval of 1.00x to 1.00x" in caution
+    assert not any(sentence.startswith("software:") for sentence in outside.notes)
+    assert not any(sentence.startswith("software:") for sentence in inside.cautions)
+    assert any(sentence.startswith("software:") for sentence in inside.notes)
+
+
+def test_only_a_gain_outside_the_interval_as_printed_is_a_caution() -> None:
+    note = SoftwareNote(sentence="software: typical. moe-rl is 1.02x as fast as static.", gain=1.02)
+    assert note.caution((1.03, 1.01, 1.05)) == ""
+    assert note.caution((1.03, 1.0249, 1.05)) == ""
+    assert "static, outside the 80 % interval of 1.03x to 1.05x. Set --software" in note.caution((1.04, 1.03, 1.05))
+    assert note.caution(()) == ""
+    assert SoftwareNote(sentence="software: typical.").caution((1.0, 1.0, 1.0)) == ""
