@@ -9,6 +9,8 @@ from moe_rl.report.words import read_words
 
 # A gain below this is inside the model's error (about 3 % on ratios of policies): the headline calls it little.
 LITTLE = 0.03
+# A gain by packing below this needs no sentence on who packs.
+TO_SPEAK_OF = 0.005
 # The policy with packing and balancing.
 WHOLE = "moe-rl"
 WORDS = read_words("sentences.yaml")["headline"]
@@ -45,7 +47,7 @@ def _timed(report: ReportData, static: StepPrediction) -> Headline:
     gain = (static.step_time_s or 0.0) / (best.step_time_s or 1.0)
     if forced and forced.step_time_s and static.step_time_s:
         waiting = 1.0 - forced.step_time_s / static.step_time_s
-    shares = ""
+    shares = _packing_split(report)
     if waiting is not None and waiting < LITTLE and gain - 1.0 < LITTLE:
         kind = "little_waiting"
     elif len(report.policies) == 1:
@@ -53,7 +55,7 @@ def _timed(report: ReportData, static: StepPrediction) -> Headline:
     elif gain - 1.0 < LITTLE:
         kind = "little_gain"
     else:
-        kind, shares = "gain", _shares(report, "the time saved", "step_time_s")
+        kind, shares = "gain", shares or _shares(report, "the time saved", "step_time_s")
     gains = f"{gain:.2f}x"
     if (low := min(report.speedups, default=gain)) < (high := max(report.speedups, default=gain)):
         gains = f"{low:.2f}x to {high:.2f}x"
@@ -132,16 +134,42 @@ def _rl_step(report: ReportData, best: StepPrediction) -> list[str]:
     return [WORDS["rl_step"].format(best=best, rl=rl, gains=gains, limit=limit)]
 
 
-def _shares(report: ReportData, what: str, figure: str) -> str:
-    """Say how much of `what` comes from balancing experts, and how much packing adds to that.
+def _packing_split(report: ReportData) -> str:
+    """Say what balancing and packing each bring, and which runs pack; empty where packing brings less, or little."""
+    figures = _levers(report, "step_time_s")
+    if figures is None:
+        return ""
+    static, unpacked, all_levers = figures
+    where = WORDS["packs"].get(report.setting.get("packing"), "")
+    balancing = max(static / unpacked - 1.0, 0.0)
+    packing = min(unpacked, static) / all_levers - 1.0
+    if packing < TO_SPEAK_OF or packing <= balancing or not where:
+        return ""
+    return str(WORDS["mostly_packing"].format(balancing=balancing, packing=packing, where=where))
 
-    `figure` is the attribute of a policy that is compared: lower is better.
+
+def _levers(report: ReportData, figure: str) -> tuple[float, float, float] | None:
+    """Return a figure of static placement, of balancing alone and of `moe-rl`, where that is best; None without one.
+
+    `figure` is an attribute of a policy.
     """
     alone = () if report.balancing_alone is None else (report.balancing_alone,)
     figures = {row.policy: getattr(row, figure) for row in (*report.policies, *alone)}
     static, unpacked, all_levers = figures.get("static"), figures.get(UNPACKED), figures.get(WHOLE)
     if report.best.policy != WHOLE or not (static and unpacked and all_levers):
+        return None
+    return static, unpacked, all_levers
+
+
+def _shares(report: ReportData, what: str, figure: str) -> str:
+    """Say how much of `what` comes from balancing experts, and how much packing adds to that.
+
+    `figure` is the attribute of a policy that is compared: lower is better.
+    """
+    figures = _levers(report, figure)
+    if figures is None:
         return ""
+    static, unpacked, all_levers = figures
     # Packing may also undo a little of what balancing gains: shares stay within 0 and 100 %.
     balancing = min(max((static - unpacked) / (static - all_levers), 0.0), 1.0)
     return str(WORDS["shares"].format(balancing=balancing, what=what, packing=1.0 - balancing))

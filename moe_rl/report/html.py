@@ -24,7 +24,7 @@ from moe_rl.report.maps import micro_batch_maps, rank_maps
 from moe_rl.report.ranking import ranking_rows, ranking_sentences
 from moe_rl.report.simulation import ReportData
 from moe_rl.report.svg import NARROW_WIDTH, PAGE_WIDTH, standalone
-from moe_rl.report.units import batch_words, format_time, parallelism, sequences_of
+from moe_rl.report.units import batch_words, format_time, layout_words, parallelism, sequences_of
 
 
 def render_html(report: ReportData) -> str:
@@ -42,6 +42,7 @@ def render_html(report: ReportData) -> str:
             sequences=sequences_of(report.setting),
             parallelism=parallelism(report.setting),
             batch=batch_words(report.trace, report.setting),
+            layout=layout_words(report.setting),
             colors=colors,
             verdict=_verdict(report, colors),
             rl_bars=None if report.rl is None else drawings_of(partial(rl_bars, report.rl.steps)),

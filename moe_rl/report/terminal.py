@@ -15,7 +15,15 @@ from moe_rl.report.ranking import ranking_sentences
 from moe_rl.report.simulation import ReportData
 from moe_rl.report.sweep import METRICS, SweepData, short_name, text_of
 from moe_rl.report.tables import figures_table
-from moe_rl.report.units import GIB, batch_words, counted, format_count, parallelism, sequences_of
+from moe_rl.report.units import (
+    GIB,
+    batch_words,
+    counted,
+    format_count,
+    layout_words,
+    parallelism,
+    sequences_of,
+)
 
 MAX_WIDTH = 100
 # A setting has no slots of these kinds unless it says so.
@@ -131,11 +139,15 @@ def setting_lines(report: ReportData) -> list[str]:
         f"{trace['num_moe_layers']} MoE layers, {trace['num_experts']} experts, top-{trace['top_k']}",
         f"routing {trace['provenance']}",
     ]
+    if layout := layout_words(setting):
+        micro_batches_of = f"{micro_batches} of {per_rank} tokens per rank, {layout}"
+    else:
+        micro_batches_of = f"{micro_batches} of {per_rank} tokens per rank"
     assumed = ", model assumed from the trace," if report.model_caution else ""
     where = [
         f"{setting['model']}{assumed} on {counted(setting['num_gpus'], 'GPU', 'GPUs')} of {setting['cluster']}",
         f"{parallelism(setting)} ({setting['ranks_per_node']} ranks per node)",
-        f"{micro_batches} of {per_rank} tokens per rank",
+        micro_batches_of,
     ]
     how = [sequences_of(setting), f"{counted(setting['slots'], 'replica slot', 'replica slots')} per rank"]
     for key, kind in SLOTS.items():
@@ -145,6 +157,8 @@ def setting_lines(report: ReportData) -> list[str]:
         how.append(f"objective {setting['objective']}")
     if report.timed:
         how += [f"dispatcher {setting['dispatcher']}", f"recompute {setting['recompute']}"]
+        if "software" in setting:
+            how.append(f"software {setting['software']}")
     memory = report.memory.get(report.best.policy)
     if report.timed and memory is not None and memory.fits:
         how.append(f"fits: {memory.peak_bytes / GIB:.1f} of {memory.hbm_bytes / GIB:.1f} GiB")

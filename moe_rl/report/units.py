@@ -111,6 +111,14 @@ def batch_words(trace: Mapping[str, object], setting: Mapping[str, object]) -> s
     return f"{sequences}, {tokens} tokens"
 
 
+def layout_words(setting: Mapping[str, object]) -> str:
+    """Return whose rule lays out the micro-batches, with the option that changes it; empty where none does."""
+    layout = setting.get("layout")
+    if layout is None:
+        return ""
+    return f"laid out as {layout} does (--layout)"
+
+
 def parallelism(setting: Mapping[str, object]) -> str:
     """Return e.g. "EP16", or "2 EP groups of EP16, TP2, PP4" where more than experts is split."""
     groups = setting.get("num_ep_groups", 1)

@@ -18,7 +18,7 @@ from moe_rl.report.units import GIB, format_bytes, format_count, listed
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.result import SimulationResult
 from moe_rl.simulators.setting import RECOMPUTE_MODULES, StepSetting
-from moe_rl.study.groups import KernelOptions, PricingOptions
+from moe_rl.study.groups import KernelOptions, PricingOptions, SequenceOptions
 from moe_rl.study.options import DRAWN
 from moe_rl.study.population import population_cautions, population_notes, sink_cautions
 from moe_rl.study.scenario import Scenario, Simulate
@@ -101,6 +101,8 @@ def setting_facts(scenario: Scenario, result: SimulationResult, *, timed: bool) 
         "domain_balance": problem.domain_balance if problem.has_domain_engine else None,
         "objective": problem.objective.name,
         "micro_batches": _micro_batch_rule(scenario),
+        "layout": _framework_layout(options.sequences),
+        "packing": "free" if options.sequences.ep_group_tokens is not None else options.sequences.packing,
         "load_bytes": int(scenario.batch.load.pairs.nbytes),
         "recorded_tokens_per_rank": round(scenario.batch.recorded_tokens_per_rank, 1),
         "num_virtual_stages": options.parallel.num_virtual_stages_per_pipeline_rank,
@@ -375,9 +377,16 @@ def _micro_batch_rule(scenario: Scenario) -> str:
     sequences = scenario.options.sequences
     if sequences.ep_group_tokens is not None:
         return f"at most {sequences.ep_group_tokens} tokens per EP group, sequences in random order"
-    if sequences.micro_batch_tokens is not None:
-        return f"at most {sequences.micro_batch_tokens} tokens per DP rank, laid out as {sequences.layout} does"
+    if layout := _framework_layout(sequences):
+        return f"at most {sequences.micro_batch_tokens} tokens per DP rank, laid out as {layout} does"
     return "as recorded"
+
+
+def _framework_layout(sequences: SequenceOptions) -> str | None:
+    """Return the framework that lays out the micro-batches; None where they are recorded, or cut from an EP group."""
+    if sequences.ep_group_tokens is not None or sequences.micro_batch_tokens is None:
+        return None
+    return sequences.layout
 
 
 def _constants(hardware: HardwareSpec) -> dict[str, object]:

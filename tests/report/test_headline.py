@@ -35,6 +35,25 @@ def test_the_headline_says_what_balancing_and_packing_bring() -> None:
     assert "The second-fastest policy, relibra, takes 15% longer." in said.details
 
 
+@pytest.mark.parametrize(("static", "verdict"), [(6.1, "Balancing can gain little"), (10.0, "moe-rl makes")])
+def test_a_gain_that_is_mostly_packing_is_split_with_the_runs_that_pack(static: float, verdict: str) -> None:
+    """Balancing makes 0.7 % of it, packing 2.0 % or more: who does not pack has the former alone."""
+    unpacked, all_levers = static / 1.007, static / 1.007 / (1.02 if static < 7 else 1.1)
+    rows = tuple(prediction(name, seconds, load=1.1) for name, seconds in (("static", static), ("moe-rl", all_levers)))
+    alone = prediction("moe-rl-unpacked", unpacked, load=1.1)
+    title = headline(report(*rows, balancing_alone=alone, setting=SETTING | {"packing": "run"})).title
+    assert title.startswith(verdict)
+    packed = "2.0%" if static < 7 else "10.0%"
+    assert f"Moved and copied experts make the update 0.7% faster, packed sequences another {packed}" in title
+    assert "in your own Megatron loop, balancer.packed packs inside each rank" in title
+    assert "accounts for" not in title
+    free = headline(report(*rows, balancing_alone=alone, setting=SETTING | {"packing": "free"})).title
+    assert "in your own driver, pack_schedule does" in free
+    # Where balancing brings most, there is nothing to warn of.
+    balanced = replace(alone, step_time_s=1.001 * all_levers)
+    assert "your run packs" not in headline(report(*rows, balancing_alone=balanced)).title
+
+
 def test_without_times_it_says_so_of_the_excess() -> None:
     rows = {"static": 3.0, "static+pack": 2.9, "moe-rl-unpacked": 1.5, "moe-rl": 1.0}
     said = headline(report(*(untimed(prediction(name, 1.0, load=load)) for name, load in rows.items())))

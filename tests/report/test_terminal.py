@@ -8,7 +8,9 @@ from report_samples import BOUNDS, SETTING, TRACE, prediction, printed, report, 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.report.columns import WORDS, chosen_columns, columns
 from moe_rl.report.faces import SimulationReport
+from moe_rl.report.html import render_html
 from moe_rl.report.simulation import LoadBounds
+from moe_rl.report.terminal import setting_lines
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
@@ -99,6 +101,17 @@ def test_control_characters_in_names_do_not_reach_the_terminal() -> None:
     text = printed(report(trace=TRACE | {"name": "a\x1b[31m\nb"}, notes=("c\x07\udcff",)), 100, explain=True)
     assert r"a\x1b[31m\nb" in text
     assert r"c\x07\udcff" in text
+
+
+def test_the_first_lines_name_layout_and_software() -> None:
+    setting = SETTING | {"layout": "megatron", "software": "tuned"}
+    head = " ".join(" ".join(setting_lines(report(setting=setting))).split())
+    assert "3 micro-batches of 8,192 tokens per rank, laid out as megatron does (--layout)" in head
+    assert "software tuned" in head
+    assert "<li>laid out as megatron does (--layout)</li>" in render_html(report(setting=setting))
+    # Micro-batches that were recorded, or cut from those of an EP group, are no framework's.
+    assert "laid out" not in " ".join(setting_lines(report()))
+    assert "laid out" not in render_html(report())
 
 
 def test_no_caution_is_left_out() -> None:

@@ -231,6 +231,7 @@ def test_a_number_of_sequences_is_drawn_exactly(size: int) -> None:
         report = moe_rl.simulate(COUNTDOWN, global_batch_size=size, **asked, **cut)
         assert report.trace["num_sequences"] == size
         assert report.setting["global_batch_tokens"] == report.trace["num_tokens"]
+        assert report.setting.get("layout") == (None if "ep_group_tokens" in cut else cut.get("layout", "verl"))
 
 
 def test_as_many_sequences_as_cells_fill_whole_rounds_of_fixed_micro_batches() -> None:
