@@ -199,6 +199,7 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
     """Return the notes that stand below the numbers."""
     options, batch = scenario.options, scenario.batch
     timed, exchanges = options.pricing.in_seconds, {"overlap_grad_reduce", "overlap_param_gather"}
+    by_number = options.sequences.global_batch_size is not None
     if options.memory.recompute_granularity == "selective":
         selective = options.memory.recompute_modules
     else:
@@ -210,6 +211,7 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
         "resampled": scenario.resampled,
         "loads": True,
         "paid_once": scenario.resampled and timed and once >= LARGE_SHARE,
+        "batch_may_grow": scenario.resampled and timed and once >= LARGE_SHARE and not by_number,
         "no_earlier_step": scenario.history and not scenario.knows_earlier_steps,
         "scaled": options.sequences.tokens_per_rank is not None,
         "earlier_homes": scenario.homes_chosen_at is not None,
@@ -229,6 +231,7 @@ def notes(scenario: Scenario, plans: Mapping[str, Plan], result: SimulationResul
         "load_bytes": format_bytes(float(batch.load.pairs.nbytes)),
         "per_rank": format_count(batch.recorded_tokens_per_rank),
         "asked": format_count(options.sequences.tokens_per_rank or 0),
+        "sized_by": "--global-batch-size" if by_number else "--global-batch-tokens",
         "mean": format_count(float(batch.lengths.mean())),
         "once": once,
         "unpriced": ", ".join(unpriced),
@@ -283,7 +286,10 @@ def cautions(
 
 
 def _budget_that_is_empty(scenario: Scenario) -> list[str]:
-    """Say that the batch is too small for the micro-batches that are asked for, and how to get a larger one."""
+    """Say that the batch is too small for the micro-batches that are asked for, and how to get a larger one.
+
+    Whoever states the number of sequences gets no advice on it.
+    """
     options, tokens_recorded = scenario.options, scenario.batch.recorded_tokens_per_rank
     # An EP group with one budget is one data-parallel rank of as many slices.
     budget = (
@@ -291,13 +297,15 @@ def _budget_that_is_empty(scenario: Scenario) -> list[str]:
     ) / scenario.topology.slices_per_dp_rank
     if options.sequences.tokens_per_rank is not None or tokens_recorded >= SMALL_PART * budget:
         return []
-    if options.sequences.batch == DRAWN:
-        whose, remedy = "batch", "To fill it, set a larger --global-batch-tokens."
+    if options.sequences.batch != DRAWN:
+        whose, remedy = "trace", " To fill it with sequences sampled from the trace, set --batch drawn."
+    elif options.sequences.global_batch_size is not None:
+        whose, remedy = "batch", ""  # Its size is the run's: nobody can follow advice to enlarge it.
     else:
-        whose, remedy = "trace", "To fill it with sequences sampled from the trace, set --batch drawn."
+        whose, remedy = "batch", " To fill it, set a larger --global-batch-tokens."
     return [
         f"The {whose} fills only {tokens_recorded:,.0f} of the {budget:,.0f} tokens "
-        f"({tokens_recorded / budget:.0%}) that a rank's micro-batch may have. {remedy}"
+        f"({tokens_recorded / budget:.0%}) that a rank's micro-batch may have.{remedy}"
     ]
 
 

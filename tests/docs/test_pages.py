@@ -94,3 +94,14 @@ def words_of(table: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_no_page_has_syntax_that_github_shows_as_it_is(page: Path) -> None:
     assert not re.search(r"^(:::|===|!!!|\?\?\?) ", CODE.sub("", page.read_text()), re.MULTILINE)
+
+
+def test_the_tutorials_sensitivity_is_of_the_run_that_it_simulates() -> None:
+    """Another model or one EP group would be another question; the same options, but for the files that it writes."""
+    text = (ROOT / "docs" / "tutorials" / "trace.md").read_text()
+    simulated, perturbed = re.findall(
+        r"^(moe-rl simulate run\.moetrace .*--gpus 32)(?: --html .*| --sensitivity)$", text, re.MULTILINE
+    )
+    assert simulated == perturbed
+    for option in ("--layout", "--software"):
+        assert f"- **`{option}`** " in text

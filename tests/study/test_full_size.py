@@ -234,6 +234,19 @@ def test_a_number_of_sequences_is_drawn_exactly(size: int) -> None:
         assert report.setting.get("layout") == (None if "ep_group_tokens" in cut else cut.get("layout", "verl"))
 
 
+def test_who_states_the_number_of_sequences_gets_no_advice_on_another_option() -> None:
+    asked = QUICK | {"policy": "static", "expert_model_parallel_size": 8}
+    by_tokens, by_number = (
+        moe_rl.simulate(COUNTDOWN, **asked, **size)
+        for size in ({"global_batch_tokens": 4000}, {"global_batch_size": 40})
+    )
+    assert any("set a larger --global-batch-tokens" in caution for caution in by_tokens.cautions)
+    assert any("a larger --global-batch-tokens increases the gain" in note for note in by_tokens.notes)
+    assert any(caution.endswith("that a rank's micro-batch may have.") for caution in by_number.cautions)
+    assert not any("--global-batch-tokens" in sentence for sentence in (*by_number.cautions, *by_number.notes))
+    assert any("(options --batch and --global-batch-size)" in note for note in by_number.notes)
+
+
 def test_as_many_sequences_as_cells_fill_whole_rounds_of_fixed_micro_batches() -> None:
     """256 sequences on 64 ranks of one sequence each are 4 micro-batches; one sequence more would be a fifth."""
     report = moe_rl.simulate(
