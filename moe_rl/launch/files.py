@@ -24,7 +24,7 @@ MAX_BYTES = 32_000_000
 def read_run(paths: list[Path]) -> RawRun:
     """Return what the files say together; a later file wins. Raises `InvalidInputError` for any other file."""
     run = RawRun()
-    shell = Shell(path=Path(), run=run)
+    shell = Shell(path=Path(), run=run, given=paths)
     scripts: list[Path] = []
     for path in paths:
         text = _text(path)
@@ -38,7 +38,7 @@ def read_run(paths: list[Path]) -> RawRun:
             run.entries.extend(dumped)
         elif path.suffix == ".py":
             read_python(path, text, run)
-        else:
+        elif path.resolve() not in shell.followed:  # a script before it may have sourced it
             scripts.append(path)
             run.add_words(model_words(path, text, run))
             shell.follow_file(path, text)
@@ -53,6 +53,7 @@ def read_run(paths: list[Path]) -> RawRun:
         run,
         entries=entries,
         notes=list(dict.fromkeys(run.notes)),
+        assumed=list(dict.fromkeys(run.assumed)),
         files=list(dict.fromkeys(run.files)),
         partial=partial,
         exported_to_ray=frozenset(name for launch in ray_starts for name in launch.variables),

@@ -126,7 +126,7 @@ class Reader:
             num_ignored=sum(entry.key not in self.keys for entry in raw.entries),
             unresolved=tuple(undecided[name] for name in undecided if name in KINDS),
             undecided=undecided,
-            notes=(*conditions, *unneeded),
+            notes=(*conditions, *unneeded, *raw.assumed),
             conditions=conditions,
             files=tuple(raw.files),
             partial=raw.partial,

@@ -88,6 +88,8 @@ class RawRun:
     """Words of the launch command that are not settings, e.g. `verl.trainer.main_ppo`."""
     notes: list[str] = field(default_factory=list)
     """Sentences on what was left out: files that are not there, conditions that could not be decided."""
+    assumed: list[str] = field(default_factory=list)
+    """Sentences on what was read in place of what the files name."""
     files: list[str] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
     """Files that the run starts from or sources and that are not there, with a sentence on each."""

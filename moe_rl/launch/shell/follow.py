@@ -15,6 +15,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.launch.shell.arithmetic import run_statement
 from moe_rl.launch.shell.conditions import printf, test
 from moe_rl.launch.shell.expansion import Expansion, same
+from moe_rl.launch.shell.sourced import given_file, nearby_file
 from moe_rl.launch.shell.syntax import DECLARATIONS, Body, Command, parse
 from moe_rl.launch.sources import RawRun, Text, Where, missing_in, read_text
 
@@ -57,6 +58,10 @@ class Shell(Expansion):
     printed: list[str] | None = None
     """Output of `echo` and the like inside a command substitution."""
     folder: Path = Path()
+    given: Sequence[Path] = ()
+    """Files that the user gave: one of them may be what a script sources under another path."""
+    followed: set[Path] = field(default_factory=set)
+    """Scripts that were read, with links resolved."""
     depth: int = 0
     ended: bool = False
     """Whether the commands followed last end in `exit`. Only branches are judged by it: scripts also `exit` if they get
@@ -65,6 +70,7 @@ class Shell(Expansion):
     def follow_file(self, path: Path, text: str) -> None:
         """Follow a script file."""
         before, self.path = self.path, path
+        self.followed.add(path.resolve())
         self.run.files.append(str(path))
         self.follow(parse(text, where=str(path)))
         self.path = before
@@ -272,14 +278,12 @@ class Shell(Expansion):
         target, sentence = words[1], f"{self.path} sources {words[1].text}"
         if PurePath(target.text).name in SET_UP:
             return True
-        if target.missing:
+        sourced = self._sourced_file(target)
+        if sourced is None and target.missing:
             self.run.absent[target.text] = (
                 f"{sentence}, but the value of {', '.join(target.missing)} is not known: give the sourced file, too."
             )
             return None
-        # From where the doctor runs, as the script itself would look; else beside the script.
-        candidates = [Path(target.text), self.path.parent / target.text]
-        sourced = next((path for path in candidates if path.is_file()), None)
         if sourced is None:
             self.run.absent[target.text] = f"{sentence}, which does not exist: give the sourced file, too."
             return None
@@ -289,6 +293,24 @@ class Shell(Expansion):
         self.follow_file(sourced, read_text(sourced))
         self.depth -= 1
         return True
+
+    def _sourced_file(self, target: Text) -> Path | None:
+        """Return the file that `source` reads: as the script says, one of those given, or one below its folder."""
+        # From where the doctor runs, as the script itself would look; else beside the script.
+        candidates = [Path(target.text), self.path.parent / target.text]
+        there = next((path for path in candidates if path.is_file()), None)
+        if there is not None and not target.missing:
+            return there
+        given = given_file(target.text, self.given, self.path)
+        if given is not None or target.missing:
+            return given
+        nearby = nearby_file(target.text, self.path)
+        if nearby is not None:
+            self.run.assumed.append(
+                f"{self.path} sources {target.text}, which does not exist: {nearby}, the only file of this name below "
+                "the script's folder, was read instead."
+            )
+        return nearby
 
     def _call(self, name: str, arguments: list[Text]) -> bool | None:
         if self.depth > MAX_DEPTH:
