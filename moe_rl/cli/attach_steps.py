@@ -127,14 +127,10 @@ def _lines(run: ReadRun) -> Iterator[str]:
         yield f"in the training loop of {title}, around Megatron's schedule (docs/frameworks/megatron-loops.md):"
         yield from (f"  {line}" for line in FRAMEWORKS["megatron"].lines)
         return
-    arguments = settings.expert_model_parallel_size
     switch = run.own_variables.get("MOE_RL")
     for line in FRAMEWORKS[settings.framework].lines:
         if line.startswith("--"):
-            place = "to the arguments"
-            if arguments is not None and arguments.where:
-                place += f", beside {arguments}"
-            yield f"{line}   ({place})"
+            yield _argument(run, line)
         elif line.startswith("export") and switch is not None:
             yield _present_switch(switch)
         elif line.startswith("export"):
@@ -143,6 +139,21 @@ def _lines(run: ReadRun) -> Iterator[str]:
             yield f"uv {line}   (into the environment that `uv run` uses for driver and workers)"
         else:
             yield f"{line}   (in the environment of the driver and of every worker)"
+
+
+def _argument(run: ReadRun, line: str) -> str:
+    """Return where an argument of the adapter goes, or that the files have it or another one in its place."""
+    flag, _, hook = line.partition(" ")
+    present = run.arguments.get(flag.lstrip("-").replace("-", "_"))
+    if present is None:
+        beside, place = run.settings.expert_model_parallel_size, "to the arguments"
+        if beside is not None and beside.where:
+            place += f", beside {beside}"
+        return f"{line}   ({place})"
+    where = present.where.short()
+    if present.value == (hook,):
+        return f"nothing for {flag}: {where} has it"
+    return f"{where} has {present.shown()}: let your function call {hook}, with the same arguments, and keep the flag"
 
 
 def _present_switch(switch: Text) -> str:

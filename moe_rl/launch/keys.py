@@ -131,6 +131,7 @@ class Reader:
             files=tuple(raw.files),
             partial=raw.partial,
             own_variables={name: text for name, text in raw.variables.items() if OWN_VARIABLE.fullmatch(name)},
+            arguments={entry.key: entry for entry in raw.entries},
             ray_job=ray_job,
             launch_file=raw.command[0].where.path if raw.command else "",
             runs_by_uv=("uv", "run") in pairwise(raw.words),

@@ -195,6 +195,8 @@ class ReadRun:
     """Whether the files hold only some arguments of a command that stands elsewhere."""
     own_variables: Mapping[str, Text] = field(default_factory=dict)
     """Variables of moe_rl's own that the files set for the processes that train: MOE_RL and MOE_RL_*."""
+    arguments: Mapping[str, Entry] = field(default_factory=dict)
+    """The last setting of every key, as the files write it."""
     ray_job: RayJob | None = None
     """The `ray job submit` that starts the run; None if another command does."""
     launch_file: str = ""

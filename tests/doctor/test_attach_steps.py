@@ -34,6 +34,24 @@ def test_slimes_arguments_are_put_beside_one_that_the_script_has() -> None:
     assert "MOE_RL=observe" in lines
 
 
+def slime(folder: Path, arguments: str) -> str:
+    path = folder / "run.sh"
+    path.write_text(f"MISC=(\n{arguments}\n)\npython3 train.py --actor-num-nodes 1 --num-experts 8 ${{MISC[@]}}\n")
+    return sentences(path)["write"]
+
+
+def test_arguments_that_the_script_has_are_not_to_be_added_again(tmp_path: Path) -> None:
+    init, step = "--custom-megatron-init-path", "--custom-megatron-before-train-step-hook-path"
+    hooks = "moe_rl.frameworks.slime.attach"
+    write = slime(tmp_path, f"{init} {hooks}.init\n{step} {hooks}.before_train_step")
+    assert f"nothing for {init}: run.sh:2 has it" in write
+    assert f"nothing for {step}: run.sh:3 has it" in write
+    assert "(to the arguments" not in write
+    other = slime(tmp_path, f"{init} mine.start")
+    assert f"run.sh:2 has {init} mine.start: let your function call {hooks}.init" in other
+    assert f"{step} {hooks}.before_train_step   (to the arguments)" in other
+
+
 def test_copies_across_nodes_depend_on_the_size_of_the_ep_group(tmp_path: Path) -> None:
     assert "no replicas across nodes" in megatron(tmp_path, "--expert-model-parallel-size 8\n")["changes"]
     assert (
