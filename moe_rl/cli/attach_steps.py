@@ -1,19 +1,14 @@
-"""What `moe-rl doctor run.sh --attach` prints below the verdict of a run that can attach: what to write and change.
-
-Sizes are those of `docs/megatron.md`, "What it costs": a slot holds one expert in bf16 and its fp32 gradient, and
-all layers share the slots for copies of one micro-batch.
-"""
+"""What `moe-rl doctor run.sh --attach` prints below the verdict of a run that can attach: what to write and change."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 
-from moe_rl.config import load_model
+from moe_rl.cli.attach_memory import memory_sentences, ranks_of_ep_group, ranks_of_node
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor.diagnosis import Finding
 from moe_rl.frameworks import FRAMEWORKS
 from moe_rl.frameworks.run_settings import OBSERVE, PREFIX, SWITCH, settings_from_environment
-from moe_rl.launch.keys import listed_model
 from moe_rl.launch.ray_job import RayJob
 from moe_rl.launch.readers import READERS
 from moe_rl.launch.settings import ReadRun, RunSettings
@@ -40,10 +35,6 @@ SWITCHES = {True: SWITCH_OFF, False: SWITCH_ON}
 PREFIXES = {"verl": "actor/"}
 """What a framework's log puts before the names of metrics."""
 FIX_FIRST = "fix first"
-NODE = 8  # GPUs of a node where the files do not say.
-MATRICES = 3  # Of a gated expert: gate, up, down.
-SLOT_BYTES = 2 + 4  # Per weight: bf16, and the fp32 gradient that is received in the same slot.
-MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +68,11 @@ def steps_to_attach(run: ReadRun, errors: Sequence[Finding] = ()) -> tuple[Step,
         *repairs,
         Step(title="write", sentences=tuple(_lines(run))),
         Step(title="changes", sentences=tuple(_levers(run))),
-        Step(title="memory", sentences=(_memory(run.settings), _other_memory(run.settings))),
-        *_untested(run.settings),
+        Step(title="memory", sentences=tuple(memory_sentences(run.settings))),
+        Step(title="results", sentences=tuple(_results(run))),
+        Step(title="untested", sentences=tuple(_untested(run.settings))),
         Step(title="look first", sentences=(_look(run.settings),)),
+        Step(title="gain", sentences=(_gain(run),)),
         Step(title="undo", sentences=(_undo(run),)),
     )
 
@@ -201,7 +194,7 @@ def _levers(run: ReadRun) -> Iterator[str]:
     by_variable = settings.framework in BY_VARIABLE
     switches = SWITCHES[by_variable]
     yield f"hot experts get replicas on other ranks of their node for one micro-batch ({switches['replicas']})"
-    ranks, node = _ranks_of_ep_group(settings), _ranks_of_node(settings)
+    ranks, node = ranks_of_ep_group(settings), ranks_of_node(settings)
     overlaps = settings.overlap_moe_expert_parallel_comm
     if ranks is None:
         yield "experts get replicas across nodes if EP groups span nodes, but the files do not give the EP size"
@@ -212,7 +205,10 @@ def _levers(run: ReadRun) -> Iterator[str]:
     else:
         spans = f"an EP group has {ranks} ranks and a node has {node} GPUs"
         yield f"experts also get replicas across nodes, some for a whole update: {spans} ({switches['across']})"
-    yield f"experts move between updates if that saves more time than it costs ({switches['moves']})"
+    slow = ""
+    if settings.optimizer_cpu_offload:
+        slow = f"; {settings.optimizer_cpu_offload} makes moves slow, so few save time"
+    yield f"experts move between updates if that saves more time than it costs ({switches['moves']}){slow}"
     if by_variable:
         yield from _batch_levers(run)
 
@@ -233,71 +229,37 @@ def _batch_levers(run: ReadRun) -> Iterator[str]:
         )
 
 
-def _ranks_of_ep_group(settings: RunSettings) -> int | None:
-    experts = settings.expert_model_parallel_size
-    if experts is None:
-        return None
-    return experts.value * _parts_of_expert(settings)
+def _results(run: ReadRun) -> Iterator[str]:
+    """Yield what stays the same in a balanced run: losses, samples, batches and checkpoints, a line each."""
+    by_variable = run.settings.framework in BY_VARIABLE
+    yield "losses: equal up to the order in which floating-point numbers are summed; with observe: bitwise equal"
+    if by_variable and run.batch.budget_is_used != 0:
+        yield "samples: every optimizer step has the same ones; their rank and micro-batch may change"
+        yield "batches: all ranks have the same number of micro-batches, and none exceeds the token limit"
+    else:
+        yield "samples and batches: unchanged"
+    checkpoints = "checkpoints and weights for rollout engines: experts in Megatron's order"
+    if not by_variable:
+        checkpoints += ", if written inside balancer.canonical()"
+    yield checkpoints
 
 
-def _parts_of_expert(settings: RunSettings) -> int:
-    parts = settings.expert_tensor_parallel_size
-    if parts is None:
-        return 1
-    return parts.value
-
-
-def _ranks_of_node(settings: RunSettings) -> int:
-    if settings.gpus_per_node is None:
-        return NODE
-    return settings.gpus_per_node.value
-
-
-def _memory(settings: RunSettings) -> str:
-    """Return what the slots take on every GPU."""
-    ranks = _ranks_of_ep_group(settings)
-    across = ranks is not None and ranks > _ranks_of_node(settings)
-    num_slots, slots, stay = 1, "one slot", ""
-    if across:  # One slot across nodes has two buffers.
-        num_slots, slots = 3, "3 slots"
-        stay = "; replicas that stay for an update take at most another 5 % of the GPU's memory"
-    widths = _widths(settings)
-    if widths is None:
-        return f"{slots} per GPU, of unknown size, because the files do not give the size of an expert{stay}"
-    hidden, ffn = widths
-    num_weights = MATRICES * hidden * ffn // _parts_of_expert(settings)
-    size = num_slots * num_weights * SLOT_BYTES / MIB
-    return f"{size:,.0f} MiB per GPU: {slots} for an expert of {hidden:,} x {ffn:,}{stay}"
-
-
-def _other_memory(settings: RunSettings) -> str:
-    """Return what is not in the slots; state on the host travels from a copy on the GPU, of the same size again."""
-    offload = settings.optimizer_cpu_offload
-    gib, why = (2, f", with {offload}") if offload else (1, "")
-    return (
-        f"not included: two NCCL groups, and up to {gib} GiB while experts move (reorder_scratch_bytes, "
-        f"docs/megatron.md{why})"
-    )
-
-
-def _widths(settings: RunSettings) -> tuple[int, int] | None:
-    """Return the widths of the model and of an expert, from the files or from a model that `moe-rl models` lists."""
-    hidden, ffn = settings.value_of("hidden_size"), settings.value_of("moe_ffn_hidden_size")
-    if isinstance(hidden, int) and isinstance(ffn, int):
-        return hidden, ffn
-    name = listed_model(settings)
-    if not name:
-        return None
-    spec = load_model(name).spec
-    return spec.hidden_size, spec.moe_ffn_hidden_size
-
-
-def _untested(settings: RunSettings) -> Iterator[Step]:
-    """Yield what of the run has been tested with a stand-in only (docs/status.md)."""
+def _untested(settings: RunSettings) -> Iterator[str]:
+    """Yield what of the run has never been tested, or with a stand-in only (docs/status.md)."""
+    contract = FRAMEWORKS[settings.framework if settings.framework in BY_VARIABLE else "megatron"]
+    yield f"moe_rl has never run {contract.never_run} (docs/status.md)"
     bridge = settings.option("use_mbridge")
     if settings.framework == "verl" and bridge and not settings.value_of("vanilla_mbridge"):
-        sentence = f"{bridge} exports weights through Megatron-Bridge, which was tested only with a stand-in"
-        yield Step(title="untested", sentences=(sentence,))
+        yield f"{bridge} exports weights through Megatron-Bridge, which was tested only with a stand-in"
+
+
+def _gain(run: ReadRun) -> str:
+    """Return how to predict, without a trace, the most that balancing can gain."""
+    script = run.launch_file or run.files[0]
+    return (
+        f"`moe-rl rl-step --launch {script} --mean-length 4000` predicts an upper bound without a trace (4000: your "
+        "mean length of prompt and response)"
+    )
 
 
 def _look(settings: RunSettings) -> str:
@@ -309,8 +271,17 @@ def _look(settings: RunSettings) -> str:
     return (
         f"with {switch}, nothing moves. For a few updates, compare {prefix}moe_rl/imbalance with "
         f"{prefix}moe_rl/would_be_imbalance, and {prefix}moe_rl/moe_layer_s with {prefix}moe_rl/would_be_moe_layer_s "
-        f"(simulated). Then {then}"
+        f"(simulated). {_where_metrics_are(settings)}. Then {then}"
     )
+
+
+def _where_metrics_are(settings: RunSettings) -> str:
+    """Return where the metrics of a run are to be found."""
+    if settings.framework == "verl":
+        return "verl sends them to its logger (W&B, TensorBoard, ...)"
+    if settings.framework in BY_VARIABLE:
+        return "Every worker logs them, one line `moe_rl: ...` per pass; W&B does not get them"
+    return "`balancer.end_pass()` returns them"
 
 
 def _undo(run: ReadRun) -> str:
@@ -320,7 +291,9 @@ def _undo(run: ReadRun) -> str:
         return "balancer.detach(). Checkpoints saved inside balancer.canonical() have Megatron's layout"
     if run.ray_job is None and run.launch_file:
         return f"unset MOE_RL (or create the file that MOE_RL_UNTIL names). {layout}"
-    flags = "; the two flags may stay" if run.settings.framework in BY_RAY_WORKERS else ""
+    flags = ""
+    if run.settings.framework in BY_RAY_WORKERS:
+        flags = "; the two flags may stay"
     return (
         f"delete MOE_RL from the runtime environment and restart{flags}. To stop balancing without a restart, set "
         f"MOE_RL_UNTIL=/shared/off in the same place before the start, and create that file. {layout}"

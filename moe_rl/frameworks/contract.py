@@ -74,6 +74,8 @@ class Framework:
     """What a user writes."""
     facts: tuple[str, ...]
     """What must be on or off in its own configuration, and which rows have no route there; a sentence each."""
+    never_run: str = ""
+    """Where the adapter has never run, for a sentence that begins "moe_rl has never run"."""
     beside: tuple[Symbol, ...] = ()
     """Symbols of what is offered beside balance, which goes on without them."""
     traps: str = ""

@@ -10,6 +10,7 @@ from moe_rl.cli.attach_steps import steps_to_attach
 from moe_rl.launch import interpret, read_run
 
 VERL, SLIME = FIXTURES / "verl" / "train_moe.sh", FIXTURES / "slime" / "train_fp8.sh"
+ROOT = Path(__file__).parents[2]
 MEGATRON = (
     "python train.py --num-layers 4 --num-experts 8 --moe-router-topk 2 --hidden-size 1024 --moe-ffn-hidden-size 512 "
     "--moe-token-dispatcher-type alltoall --no-gradient-accumulation-fusion --expert-tensor-parallel-size 1 "
@@ -63,12 +64,12 @@ def test_copies_across_nodes_depend_on_the_size_of_the_ep_group(tmp_path: Path) 
 
 def test_memory_is_one_slot_in_a_node_and_three_across() -> None:
     """Three matrices of 2048 x 768 weights with 2 + 4 bytes each are 27 MiB."""
-    assert sentences(VERL)["memory"].startswith("27 MiB per GPU: one slot")
+    assert "\n27 MiB per GPU: one slot" in sentences(VERL)["memory"]
 
 
 def test_memory_across_nodes_and_without_widths(tmp_path: Path) -> None:
     """Three slots of three matrices of 1024 x 512 weights with 6 bytes each are 27 MiB, too."""
-    assert megatron(tmp_path, "--expert-model-parallel-size 16\n")["memory"].startswith("27 MiB per GPU: 3 slots")
+    assert "\n27 MiB per GPU: 3 slots" in megatron(tmp_path, "--expert-model-parallel-size 16\n")["memory"]
     path = tmp_path / "plain.sh"
     path.write_text(MEGATRON.replace("--hidden-size 1024", "") + "--expert-model-parallel-size 4\n")
     assert "because the files do not give the size of an expert" in sentences(path)["memory"]
@@ -82,7 +83,7 @@ def test_steps_follow_a_verdict_that_lets_the_run_attach_and_no_other(tmp_path: 
         step["title"]
         for step in json.loads(moe_rl("doctor", "--no-environment", "--attach", "--json", "-", VERL).out)["steps"]
     ]
-    assert titles == ["write", "changes", "memory", "look first", "undo"]
+    assert titles == ["write", "changes", "memory", "results", "untested", "look first", "gain", "undo"]
     path = tmp_path / "run.sh"
     path.write_text(MEGATRON + "--expert-model-parallel-size 4 --delay-wgrad-compute\n")
     assert "steps" not in json.loads(moe_rl("doctor", "--no-environment", "--attach", "--json", "-", path).out)
@@ -104,7 +105,7 @@ def test_a_path_that_ends_in_a_listed_model_tells_the_size_of_an_expert(tmp_path
     path = tmp_path / "run.sh"
     path.write_text(VERL.read_text().replace("Qwen/Qwen3-30B-A3B", "/models/Qwen3-30B-A3B"))
     assert "/models/" in path.read_text()
-    assert sentences(path)["memory"].startswith("27 MiB per GPU: one slot for an expert of 2,048 x 768")
+    assert "27 MiB per GPU: one slot for an expert of 2,048 x 768" in sentences(path)["memory"]
 
 
 def test_a_loop_that_observes_by_its_config_is_not_told_of_the_variable(tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_metrics_have_the_names_of_the_frameworks_log(tmp_path: Path) -> None:
 
 def test_a_hub_id_of_a_listed_model_tells_the_size_of_an_expert(tmp_path: Path) -> None:
     memory = verl(tmp_path, "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B-Base")["memory"]
-    assert memory.startswith("27 MiB per GPU: one slot for an expert of 2,048 x 768")
+    assert "27 MiB per GPU: one slot for an expert of 2,048 x 768" in memory
 
 
 def test_experts_take_twice_the_memory_on_their_way_from_the_host(tmp_path: Path) -> None:
@@ -194,5 +195,52 @@ def test_what_uv_runs_is_installed_by_uv(tmp_path: Path) -> None:
 def test_megatron_bridge_is_named_as_untested(tmp_path: Path) -> None:
     bridge = "actor_rollout_ref.actor.megatron.use_mbridge=True"
     assert "Megatron-Bridge, which was tested only with a stand-in" in verl(tmp_path, bridge)["untested"]
-    assert "untested" not in verl(tmp_path, f"{bridge} actor_rollout_ref.actor.megatron.vanilla_mbridge=True")
-    assert "untested" not in verl(tmp_path, "")
+    vanilla = f"{bridge} actor_rollout_ref.actor.megatron.vanilla_mbridge=True"
+    assert "Bridge" not in verl(tmp_path, vanilla)["untested"]
+    assert "Bridge" not in verl(tmp_path, "")["untested"]
+
+
+def test_what_never_ran_is_named_as_the_page_on_tests_names_it() -> None:
+    page = (ROOT / "docs" / "status.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith("| slime ")]
+    for words in ("own actor", "which needs Megatron-LM and a GPU"):
+        assert words in sentences(SLIME)["untested"]
+    assert "actors, which need Megatron-LM and a GPU |" in row
+    (row,) = [line for line in page.splitlines() if line.startswith("| [verl]")]
+    for words in ("rollout engines", "trainer v1", "two nodes"):
+        assert words in row.split("|")[-2]
+        assert words in sentences(VERL)["untested"]
+
+
+def test_the_worst_case_is_the_sum_of_its_lines(tmp_path: Path) -> None:
+    """Three slots of 1,024 x 512 are 27 MiB, two residents of 9 MiB in each of 4 layers 72 MiB, moves take 1 GiB."""
+    memory = megatron(tmp_path, "--expert-model-parallel-size 16\n")["memory"]
+    assert memory.startswith("worst case 1.1 GiB per GPU")
+    assert "0.1 GiB for replicas that stay for an update" in memory
+    assert "With observe: only these buffers" in memory
+    offloaded = megatron(tmp_path, "--expert-model-parallel-size 16 --optimizer-cpu-offload\n")
+    assert offloaded["memory"].startswith("worst case 2.1 GiB")
+    assert "`--optimizer-cpu-offload` (run.sh:1) makes moves slow" in offloaded["changes"]
+    large = megatron(tmp_path, "--expert-model-parallel-size 16 --num-layers 2000\n")["memory"]
+    assert large.startswith("worst case 5.1 GiB"), "a twentieth of 80 GiB is the limit of residents"
+
+
+def test_results_say_in_a_line_each_what_stays_the_same(tmp_path: Path) -> None:
+    names = [line.partition(":")[0] for line in sentences(SLIME)["results"].splitlines()]
+    assert names == ["losses", "samples", "batches", "checkpoints and weights for rollout engines"]
+    assert "samples and batches: unchanged" in verl(tmp_path, f"{DYNAMIC}=False")["results"]
+    loop = megatron(tmp_path, "--expert-model-parallel-size 8\n")["results"]
+    assert "if written inside balancer.canonical()" in loop
+
+
+def test_metrics_are_where_each_framework_puts_them(tmp_path: Path) -> None:
+    assert "Every worker logs them, one line `moe_rl: ...` per pass" in sentences(SLIME)["look first"]
+    assert "verl sends them to its logger" in verl(tmp_path, "")["look first"]
+
+
+def test_the_command_that_predicts_the_gain_runs(tmp_path: Path) -> None:
+    """It takes the script as it stands, its model file included."""
+    command = sentences(SLIME)["gain"].split("`")[1].split()
+    assert command[:4] == ["moe-rl", "rl-step", "--launch", str(SLIME)]
+    ran = moe_rl(*command[1:], "--policy", "static", "--json", tmp_path / "step.json")
+    assert ran.code == 0, ran.out

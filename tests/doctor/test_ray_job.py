@@ -78,7 +78,7 @@ def test_the_printed_text_at_the_printed_place_gives_workers_the_variable(tmp_pa
 
 def test_a_job_without_a_runtime_environment_gets_one(tmp_path: Path) -> None:
     path = written(tmp_path, JSONS["no JSON"])
-    line, *_ = steps_of(path)["write"].splitlines()
+    line = next(line for line in steps_of(path)["write"].splitlines() if line.startswith("--runtime-env"))
     argument, place = line.split("   ")
     assert "run.sh:1" in place
     path.write_text(path.read_text().replace("submit", f"submit {argument}"))

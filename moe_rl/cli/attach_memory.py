@@ -1,0 +1,134 @@
+"""The GPU memory that moe_rl takes in a run, as `moe-rl doctor run.sh --attach` prints it.
+
+Sizes are those of `docs/megatron.md`, "What it costs": a slot holds one expert in bf16 and its fp32 gradient, and
+all layers share the slots for copies of one micro-batch.
+"""
+
+import math
+from collections.abc import Iterator
+
+from moe_rl.config import load_model
+from moe_rl.launch.keys import listed_model
+from moe_rl.launch.settings import RunSettings
+
+NODE = 8  # GPUs of a node where the files do not say.
+MATRICES = 3  # Of a gated expert: gate, up, down.
+SLOT_BYTES = 2 + 4  # Per weight: bf16, and the fp32 gradient that is received in the same slot.
+MIB, GIB = 2**20, 2**30
+GPU_BYTES = 80 * GIB  # The files do not say which GPU: the share below is of an H100's memory.
+RESIDENT_SHARE = 0.05  # Of a GPU's memory, which replicas that stay for an update take at most.
+RESIDENT_SLOTS = 2  # Of each layer, at most.
+
+
+def memory_sentences(settings: RunSettings) -> Iterator[str]:
+    """Yield the most that a GPU gives, what it is made of, and what a run gives that is only observed.
+
+    Example: three slots of 108 MiB, 4 GiB for replicas that stay and 2 GiB while experts move are 6.3 GiB.
+    """
+    slot_bytes = _slot_bytes(settings)
+    if slot_bytes is None:
+        yield "worst case unknown, because the files do not give the size of an expert"
+    else:
+        total = _num_slots(settings) * slot_bytes + _resident_bytes(settings, slot_bytes) + _moving_bytes(settings)
+        worst_gib = math.ceil(10 * total / GIB) / 10
+        yield (
+            f"worst case {worst_gib:.1f} GiB per GPU: the sum of the next lines, plus NCCL's buffers for two groups. "
+            "With observe: only these buffers once the run has started"
+        )
+    yield _slots(settings, slot_bytes)
+    if _spans_nodes(settings):
+        yield _residents(settings, slot_bytes)
+    scratch = "reorder_scratch_bytes"
+    if settings.optimizer_cpu_offload:
+        scratch += f", twice with {settings.optimizer_cpu_offload}"
+    yield f"up to {_moving_bytes(settings) // GIB} GiB while experts move ({scratch})"
+
+
+def ranks_of_ep_group(settings: RunSettings) -> int | None:
+    """Return how many GPUs hold all experts of a layer together; None if the files do not say."""
+    experts = settings.expert_model_parallel_size
+    if experts is None:
+        return None
+    return experts.value * parts_of_expert(settings)
+
+
+def parts_of_expert(settings: RunSettings) -> int:
+    """Return over how many GPUs expert tensor parallelism splits an expert."""
+    parts = settings.expert_tensor_parallel_size
+    if parts is None:
+        return 1
+    return parts.value
+
+
+def ranks_of_node(settings: RunSettings) -> int:
+    """Return the GPUs of a node, as the files say or as usual."""
+    if settings.gpus_per_node is None:
+        return NODE
+    return settings.gpus_per_node.value
+
+
+def _spans_nodes(settings: RunSettings) -> bool:
+    ranks = ranks_of_ep_group(settings)
+    return ranks is not None and ranks > ranks_of_node(settings)
+
+
+def _num_slots(settings: RunSettings) -> int:
+    """Return one slot for replicas inside a node, and two more for one across nodes, which has two buffers."""
+    if _spans_nodes(settings):
+        return 3
+    return 1
+
+
+def _slot_bytes(settings: RunSettings) -> int | None:
+    widths = _widths(settings)
+    if widths is None:
+        return None
+    hidden, ffn = widths
+    return MATRICES * hidden * ffn // parts_of_expert(settings) * SLOT_BYTES
+
+
+def _slots(settings: RunSettings, slot_bytes: int | None) -> str:
+    """Return what the slots for replicas of one micro-batch take on every GPU."""
+    num_slots = _num_slots(settings)
+    slots = "one slot" if num_slots == 1 else f"{num_slots} slots"
+    widths = _widths(settings)
+    if widths is None or slot_bytes is None:
+        return f"{slots} per GPU, of unknown size"
+    return f"{num_slots * slot_bytes / MIB:,.0f} MiB per GPU: {slots} for an expert of {widths[0]:,} x {widths[1]:,}"
+
+
+def _resident_bytes(settings: RunSettings, slot_bytes: int) -> int:
+    """Return the most that replicas take that stay for an update; no pipeline stage has more layers than the model."""
+    if not _spans_nodes(settings):
+        return 0
+    share = int(RESIDENT_SHARE * GPU_BYTES)
+    if settings.num_layers is None:
+        return share
+    return min(share, RESIDENT_SLOTS * slot_bytes * settings.num_layers.value)
+
+
+def _residents(settings: RunSettings, slot_bytes: int | None) -> str:
+    share = f"{RESIDENT_SHARE:.0%} of the GPU's memory"
+    if slot_bytes is None:
+        return f"replicas that stay for an update: at most {share}"
+    gib = _resident_bytes(settings, slot_bytes) / GIB
+    return f"{gib:.1f} GiB for replicas that stay for an update (at most {share}, here of {GPU_BYTES // GIB} GiB)"
+
+
+def _moving_bytes(settings: RunSettings) -> int:
+    """Return what experts take on their way; state on the host travels from a copy on the GPU, of the same size."""
+    if settings.optimizer_cpu_offload:
+        return 2 * GIB
+    return GIB
+
+
+def _widths(settings: RunSettings) -> tuple[int, int] | None:
+    """Return the widths of the model and of an expert, from the files or from a model that `moe-rl models` lists."""
+    hidden, ffn = settings.value_of("hidden_size"), settings.value_of("moe_ffn_hidden_size")
+    if isinstance(hidden, int) and isinstance(ffn, int):
+        return hidden, ffn
+    name = listed_model(settings)
+    if not name:
+        return None
+    spec = load_model(name).spec
+    return spec.hidden_size, spec.moe_ffn_hidden_size
