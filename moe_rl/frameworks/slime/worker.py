@@ -83,8 +83,7 @@ class Worker:
             install_when_imported(name, self.settings)
             wrap(model, "get_forward_backward_func", lambda original: self.planned(original()))
             wrap(actor, "reload_process_groups", self.reloaded)
-            if self.settings.router_shift:
-                when_imported(f"{name}.utils.tensor_backper", self.note_models)
+            when_imported(f"{name}.utils.tensor_backper", self.note_models)
             for path, weights_only in self.readers.items():
                 module, _, attribute = path.partition(":")
                 guard = functools.partial(self.guard, attribute, weights_only=weights_only)
@@ -116,6 +115,10 @@ class Worker:
             if isinstance(kind, type) and issubclass(kind, copies.TensorBackuper):
                 wrap(kind, "restore", restored)
 
+    def is_of_another_model(self, *, forward_only: bool) -> bool:
+        """Return whether a call runs a reference or teacher model; an update is the actor's, whatever was last in."""
+        return forward_only and not self.model.endswith("actor")
+
     def keys_ahead(self, kwargs: Mapping[str, Any]) -> list[Any] | None:
         """Return the keys of the micro-batches of a call; None where gamma was not asked for, or of another model."""
         import torch
@@ -124,7 +127,7 @@ class Worker:
 
         forward_only = bool(kwargs.get("forward_only", False))
         floor = 0.0 if self.settings is None else self.settings.router_shift
-        if not floor or (forward_only and not self.model.endswith("actor")):
+        if not floor or self.is_of_another_model(forward_only=forward_only):
             return None
         if self.router_shift is None:
             self.router_shift = RouterShiftRun(list(kwargs["model"]), floor=floor)
@@ -157,7 +160,11 @@ class Worker:
         wrap(owner, name, at_home)
 
     def planned(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return Megatron's schedule function with training and replayed log-prob calls planned."""
+        """Return Megatron's schedule function with the actor's calls planned.
+
+        Those of reference and teacher models run outside of passes, with experts where they are: their routers choose
+        other experts for the same tokens, from which nothing may be learned for the actor.
+        """
 
         @functools.wraps(function)
         def planned(**kwargs: Any) -> Any:
@@ -165,6 +172,8 @@ class Worker:
             if settings is None:
                 return function(**kwargs)
             forward_only = bool(kwargs.get("forward_only", False))
+            if self.is_of_another_model(forward_only=forward_only):
+                return function(**kwargs)
             if run is not None and run.packs and settings.plans is None and not forward_only:
                 self.call_data(kwargs).pack(run.balancer)
             call, keys = functools.partial(function, **kwargs), self.keys_ahead(kwargs)

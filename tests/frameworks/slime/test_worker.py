@@ -127,10 +127,10 @@ def test_hooks_are_laid_once_and_readers_of_weights_are_guarded(package: Package
     assert package.sender.send("weights") == "sent"
     assert package.calls == [("sent", "weights")]
     package.copies.Own().restore("ref")
-    assert own.model == "actor", "nobody asked for the router shift"
+    assert own.model == "ref", "passes of another model are not planned"
 
 
-def test_the_router_shift_notes_whose_weights_are_in_the_parameters(package: Package, monkeypatch: Any) -> None:
+def test_the_router_shift_is_refused_where_it_cannot_act(package: Package, monkeypatch: Any) -> None:
     monkeypatch.setenv("MOE_RL", "moe-rl")
     monkeypatch.setenv("MOE_RL_ROUTER_SHIFT", "0.8")
     own = worker()
@@ -297,6 +297,25 @@ def test_an_update_is_packed_before_it_is_planned(
     monkeypatch.setattr(Worker, "source_of", lambda own, data, count, *, forward_only: "source")
     own.planned(package.schedule)(**kwargs(forward_only=forward_only))
     assert package.calls == [*([("packed", "the balancer", 0)] if packed else []), ("schedule", 2)]
+
+
+def test_a_pass_of_another_model_is_neither_planned_nor_learned_from(monkeypatch: Any, package: Package) -> None:
+    around: list[bool] = []
+
+    def planned(call: Any, source: Any, *, keys: Any, forward_only: bool) -> Any:
+        around.append(forward_only)
+        return call()
+
+    own = worker(args=SimpleNamespace(), settings=SimpleNamespace(router_shift=0.0, plans=None))
+    own.run = SimpleNamespace(**PLAIN, balancer=None, around=planned)  # type: ignore[assignment]
+    for model in ("ref", "teacher", "actor", "old_actor"):
+        own.model = model
+        assert own.planned(package.schedule)(**kwargs(forward_only=True)) == "losses"
+    assert around == [True, True], "log-prob passes of the actor alone"
+    own.model = "ref"
+    own.planned(package.schedule)(**kwargs(forward_only=False))
+    assert around == [True, True, False], "an update is the actor's"
+    assert len(package.calls) == 5
 
 
 def test_a_source_is_the_drivers_plan_then_replayed_routes_then_sequences_then_a_number(monkeypatch: Any) -> None:
