@@ -202,11 +202,12 @@ class Worker:
         folder = None if self.settings is None else self.settings.plans
         if not forward_only and folder is not None and self.step is not None:
             return PassSource.given(load_plan(plan_path(folder, *self.step)))
+        # Homes are learned from what passes count by sequence, of replayed routes, too.
+        sequences = data.sequences()
         if not forward_only or self.stage() == "replay_forward":
             routes = replayed_routes(self.run, num_micro_batches)
             if routes is not None:
-                return PassSource.replayed(routes)
-        sequences = data.sequences()
+                return PassSource.replayed(routes, sequences)
         if sequences is None:
             return PassSource.unknown(num_micro_batches)
         return PassSource.expected(sequences)

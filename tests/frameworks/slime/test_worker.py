@@ -334,7 +334,9 @@ def test_a_source_is_the_drivers_plan_then_replayed_routes_then_sequences_then_a
     assert given.plan == ("plan of", ("there", 4, 2))
     assert not asked
     found[0] = [np.zeros((3, 1, 2), np.int64)] * 2
-    assert len(own.source_of(data, 2, forward_only=True).routes or ()) == 2
+    replayed = own.source_of(data, 2, forward_only=True)
+    assert len(replayed.routes or ()) == 2
+    assert replayed.sequences == rows, "homes are learned where routes are replayed, too"
     assert asked == [("the run", 2)]
     stages[0] = "fallthrough"
     assert own.source_of(data, 2, forward_only=True).routes is None, "routes are recorded, or none are replayed"
