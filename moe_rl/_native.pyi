@@ -53,6 +53,16 @@ def reorder(load: Annotated[NDArray[numpy.int32], dict(shape=(None, None, None),
     Return home ranks [L, E] that lower the sum over cells of the busiest node (or rank) of each layer, or with `peak` the fullest one of all cells.
     """
 
+def travel_passes() -> list[str]:
+    """
+    Return the kinds of vectors in which this machine can count copies of tokens between nodes, the fastest first, which is taken.
+    """
+
+def use_travel_passes(name: str) -> None:
+    """
+    Count in vectors of that kind from now on, for tests: all count the same.
+    """
+
 def bin_loads(sequence_load: Annotated[NDArray[numpy.int32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], bin_of: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], bins: int, num_threads: int) -> Annotated[NDArray[numpy.int32], dict(shape=(None, None))]:
     """Return [S, bins * L] rows of every sequence in each bin of each layer."""
 

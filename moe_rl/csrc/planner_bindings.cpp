@@ -15,6 +15,7 @@
 #include "pack.h"
 #include "parallel.h"
 #include "step.h"
+#include "travel_passes.h"
 
 namespace {
 
@@ -418,6 +419,13 @@ auto sequence_travel(In<std::uint16_t, 3> routes, In<std::int64_t, 1> sequence, 
     return array_out(std::move(travel), num_sequences, nodes);
 }
 
+nb::typed<nb::list, nb::str> names_of_travel_passes() {
+    nb::typed<nb::list, nb::str> names;
+    for (const TravelPasses &passes : travel_passes())
+        names.append(nb::str(passes.name.data(), passes.name.size()));
+    return names;
+}
+
 } // namespace
 
 void bind_planner(nb::module_ &module) {
@@ -447,6 +455,11 @@ void bind_planner(nb::module_ &module) {
                "num_threads"_a, "tokens"_a,
                "Return home ranks [L, E] that lower the sum over cells of the busiest node (or rank) of each layer, or with "
                "`peak` the fullest one of all cells.");
+    module.def("travel_passes", &names_of_travel_passes,
+               "Return the kinds of vectors in which this machine can count copies of tokens between nodes, the fastest "
+               "first, which is taken.");
+    module.def("use_travel_passes", [](const char *name) { use_travel_passes(name); }, "name"_a,
+               "Count in vectors of that kind from now on, for tests: all count the same.");
     module.def("bin_loads", &bin_loads, "sequence_load"_a, "bin_of"_a, "bins"_a, "num_threads"_a,
                "Return [S, bins * L] rows of every sequence in each bin of each layer.");
     module.def("pack", &pack_arrays, "bin_load"_a, "row"_a, "bins"_a, "tokens"_a, "work"_a, "place"_a, "batch_of_place"_a,

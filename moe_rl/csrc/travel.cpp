@@ -2,104 +2,13 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
+#include <cstddef>
+
+#include "parallel.h"
 
 namespace moe_rl {
 
 namespace {
-
-// What one pass over the words of a node's tokens needs.
-struct Pass {
-    const std::uint64_t *any, *once;     // of the node that they may visit
-    const std::uint64_t *leaves, *comes; // of the experts that leave it and come to it
-    std::span<const std::int32_t> pools_of_row;
-    int pools, words;
-    bool deduplicated;
-};
-
-// visitors [pools] = those from one node. A token stays a visitor when another expert of it remains: `once` has the
-// tokens with exactly one. Without deduplication a token is a visitor for every expert, and visitors change.
-template <bool DEDUPLICATED> [[gnu::always_inline]] inline void count_pass(Pass pass, std::int32_t *__restrict visitors) {
-    const auto count = [](const Pass &at, int word) {
-        const std::uint64_t leaves = at.leaves[word], comes = at.comes[word];
-        return DEDUPLICATED ? std::popcount((at.any[word] & ~(leaves & at.once[word])) | comes)
-                            : std::popcount(comes) - std::popcount(leaves);
-    };
-    if (DEDUPLICATED)
-        std::fill(visitors, visitors + pass.pools, 0);
-    if (pass.pools == 1) { // its words stand side by side
-        for (int word = 0; word < pass.words; ++word)
-            visitors[0] += count(pass, word);
-        return;
-    }
-    for (const std::int32_t pools : pass.pools_of_row) {
-        for (int pool = 0; pool < pools; ++pool)
-            visitors[pool] += count(pass, pool);
-        pass.any += pools;
-        pass.once += pools;
-        pass.leaves += pools;
-        pass.comes += pools;
-    }
-}
-
-void count_portably(const Pass &pass, std::int32_t *visitors) { pass.deduplicated ? count_pass<true>(pass, visitors) : count_pass<false>(pass, visitors); }
-
-// target_clones knows no feature for counting bits in vectors, hence by hand.
-#ifdef MOE_RL_HAS_VECTOR_CLONES
-__attribute__((target("popcnt"))) void count_by_word(const Pass &pass, std::int32_t *visitors) {
-    pass.deduplicated ? count_pass<true>(pass, visitors) : count_pass<false>(pass, visitors);
-}
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vpopcntdq,prefer-vector-width=512"))) void
-count_by_vector(const Pass &pass, std::int32_t *visitors) {
-    pass.deduplicated ? count_pass<true>(pass, visitors) : count_pass<false>(pass, visitors);
-}
-const auto count_words = [] {
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512vpopcntdq") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return count_by_vector;
-    return __builtin_cpu_supports("popcnt") ? count_by_word : count_portably;
-}();
-#else
-constexpr auto count_words = count_portably;
-#endif
-
-// Adds the tokens of `comes` to counts in binary, plane i with the bits 2^i, and takes those of `leaves` off. A token of
-// both keeps its count; a carry runs on where a bit was 1, a borrow where it was 0.
-template <class Words>
-[[gnu::always_inline]] inline void recount_at(const std::uint64_t *leaves, const std::uint64_t *comes,
-                                              std::uint64_t *held, int planes, std::size_t words, std::uint64_t *any,
-                                              std::uint64_t *once, std::size_t at) {
-    Words come, carry, before;
-    std::memcpy(&come, comes + at, sizeof(Words));
-    std::memcpy(&carry, leaves + at, sizeof(Words));
-    carry ^= come;
-    Words ones = come ^ come, more = ones;
-    for (int plane = 0; plane < planes; ++plane) {
-        std::memcpy(&before, held + plane * words + at, sizeof(Words));
-        const Words now = before ^ carry;
-        carry &= ~(before ^ come);
-        std::memcpy(held + plane * words + at, &now, sizeof(Words));
-        if (plane == 0)
-            ones = now;
-        else
-            more |= now;
-    }
-    const Words either = ones | more, one = ones & ~more;
-    std::memcpy(any + at, &either, sizeof(Words));
-    std::memcpy(once + at, &one, sizeof(Words));
-}
-
-MOE_RL_VECTOR_CLONES void recount_words(const std::uint64_t *leaves, const std::uint64_t *comes, std::uint64_t *held,
-                                        int planes, std::size_t words, std::size_t first, std::size_t last,
-                                        std::uint64_t *any, std::uint64_t *once) {
-    using Eight [[gnu::vector_size(64)]] = std::uint64_t;
-    std::size_t at = first;
-    for (; at + 8 <= last; at += 8)
-        recount_at<Eight>(leaves, comes, held, planes, words, any, once, at);
-    for (; at < last; ++at)
-        recount_at<std::uint64_t>(leaves, comes, held, planes, words, any, once, at);
-}
 
 // Into one node, and out of every one, [nodes, pools], go by as much more as `now` is above `before`, which follows.
 MOE_RL_VECTOR_CLONES void follow_visitors(const std::int32_t *__restrict now, int nodes, int pools,
@@ -116,54 +25,13 @@ MOE_RL_VECTOR_CLONES void follow_visitors(const std::int32_t *__restrict now, in
     }
 }
 
-// Changes in what the two nodes of a proposal are sent, [nodes, pools].
-struct Change {
-    const std::int32_t *after, *before;
-};
-
-// The cost of copies into, or out of, the busiest node of every pool when the visitors of nodes a and b change; -1: no
-// such node. `stride` pools are priced, a multiple of sixteen.
-MOE_RL_VECTOR_CLONES std::int64_t busiest_node(const std::int64_t *__restrict copy_cost,
-                                               const std::int32_t *__restrict in, const std::int32_t *__restrict out,
-                                               int nodes, int stride, int a, Change of_a, int b, Change of_b) {
-    using Sixteen [[gnu::vector_size(64)]] = std::int32_t;
-    const auto read = [](Sixteen &into, const std::int32_t *values) { std::memcpy(&into, values, sizeof(into)); };
-    std::int64_t cost = 0;
-    for (int pool = 0; pool < stride; pool += 16) {
-        Sixteen into_a{}, into_b{}, most{}, after, before, leave, come;
-        for (int node = 0; node < nodes; ++node) {
-            const std::ptrdiff_t place = static_cast<std::ptrdiff_t>(node) * stride + pool;
-            read(leave, out + place);
-            read(after, of_a.after + place);
-            read(before, of_a.before + place);
-            into_a += after - before;
-            leave += after - before;
-            read(after, of_b.after + place);
-            read(before, of_b.before + place);
-            into_b += after - before;
-            leave += after - before;
-            most = leave > most ? leave : most;
-        }
-        for (int node = 0; node < nodes; ++node) {
-            read(come, in + static_cast<std::ptrdiff_t>(node) * stride + pool);
-            if (node == a)
-                come += into_a;
-            else if (node == b)
-                come += into_b;
-            most = come > most ? come : most;
-        }
-        for (int i = 0; i < 16; ++i)
-            cost += copy_cost[pool + i] * most[i];
-    }
-    return cost;
-}
-
 } // namespace
 
 Travel::Travel(const TokenBits &tokens, const std::vector<std::int32_t> &bin_of, int bins)
-    : t_(tokens), bin_of_(bin_of), bins_per_node_(bins / t_.nodes), words_(t_.words()),
+    : passes_(travel_passes_in_use()), t_(tokens), bin_of_(bin_of), bins_per_node_(bins / t_.nodes), words_(t_.words()),
       node_words_(words_ / t_.nodes), planes_(std::bit_width(static_cast<unsigned>(std::max(1, t_.top_k)))),
-      stride_((t_.pools + 15) / 16 * 16), copy_cost_(t_.copy_cost, t_.copy_cost + t_.pools), none_(words_, 0),
+      stride_((t_.pools + WIDEST_POOLS - 1) / WIDEST_POOLS * WIDEST_POOLS),
+      copy_cost_(t_.copy_cost, t_.copy_cost + t_.pools), none_(words_, 0),
       held_(static_cast<std::size_t>(t_.nodes) * planes_ * words_, 0),
       any_(static_cast<std::size_t>(t_.nodes) * words_, 0), once_(any_),
       visitors_(t_.nodes, Visitors(static_cast<std::size_t>(t_.nodes) * stride_, 0)), new_a_(visitors_[0]),
@@ -258,16 +126,17 @@ void Travel::count(int there, int node, const std::uint64_t *leaves, const std::
     const std::size_t from = static_cast<std::size_t>(node) * node_words_;
     const std::size_t held = static_cast<std::size_t>(there) * words_ + from;
     std::int32_t *visitors = result.data() + static_cast<std::size_t>(node) * stride_;
-    count_words({any_.data() + held, once_.data() + held, leaves + from, comes + from, t_.pools_of_row, t_.pools,
-                 node_words_, t_.deduplicated},
-                visitors);
+    passes_.count({any_.data() + held, once_.data() + held, leaves + from, comes + from, t_.pools_of_row, t_.pools,
+                   node_words_, t_.deduplicated},
+                  visitors);
 }
 
 // The cost when the nodes a and b are sent `new_a_` and `new_b_`; -1: no node, which changes nothing.
 std::int64_t Travel::cost_with(int a, int b) {
     const std::int32_t *of_a = visitors_[std::max(a, 0)].data(), *of_b = visitors_[std::max(b, 0)].data();
-    return busiest_node(copy_cost_.data(), in_.data(), out_.data(), t_.nodes, stride_, a,
-                        {a < 0 ? of_a : new_a_.data(), of_a}, b, {b < 0 ? of_b : new_b_.data(), of_b});
+    return passes_.busiest({copy_cost_.data(), in_.data(), out_.data(), t_.nodes, t_.pools, stride_,
+                            {a, a < 0 ? of_a : new_a_.data(), of_a},
+                            {b, b < 0 ? of_b : new_b_.data(), of_b}});
 }
 
 void Travel::keep(int there, const Visitors &now) {
@@ -281,8 +150,8 @@ void Travel::recount(int there, std::size_t first, std::size_t last, const std::
     if (!t_.deduplicated)
         return;
     const std::size_t at = static_cast<std::size_t>(there) * words_;
-    recount_words(leaves, comes, held_.data() + at * planes_, planes_, words_, first, last, any_.data() + at,
-                  once_.data() + at);
+    passes_.recount({leaves, comes, held_.data() + at * planes_, planes_, static_cast<std::size_t>(words_), first, last,
+                     any_.data() + at, once_.data() + at});
 }
 
 } // namespace moe_rl

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "reorder.h"
+#include "travel_passes.h"
 
 namespace moe_rl {
 
@@ -48,6 +49,7 @@ class Travel {
     void hold(int node, int expert, bool here);
     void recount(int there, std::size_t first, std::size_t last, const std::uint64_t *leaves, const std::uint64_t *comes);
 
+    const TravelPasses &passes_;
     const TokenBits &t_;
     const std::vector<std::int32_t> &bin_of_;
     int bins_per_node_, words_, node_words_, planes_;

@@ -104,6 +104,66 @@ def test_homes_keep_their_ranks_full_and_are_the_same_for_any_number_of_threads(
     assert all((np.bincount(layer, minlength=nodes * per_node) == per_rank).all() for layer in home)
 
 
+def random_token_bits(rng: np.random.Generator, *, layers: int, experts: int, nodes: int) -> tuple[Any, ...]:
+    """Return the last argument of `reorder`: routes, bits, pools of every row of words, costs, deduplicated.
+
+    Up to 40 words of a pool, more than a byte of the AVX2 form can count, and pools that fill no whole vector.
+    """
+    top_k, drawn = int(rng.integers(1, min(9, experts + 1))), int(rng.integers(1, 1500))
+    routes = rng.random((layers, drawn, experts)).argsort(axis=2)[:, :, :top_k].astype(np.uint16)
+    most_pools = int(rng.choice([1, 2, 7, 8, 13, 16, 24]))
+    pools_of_row = np.sort(rng.integers(1, most_pools + 1, int(rng.integers(1, 41)))).astype(np.int32)[::-1].copy()
+    pools_of_row[0] = most_pools
+    bits = rng.permutation(nodes * int(pools_of_row.sum()) * 64)[:drawn].astype(np.int32)
+    bit = np.full(drawn, -1, np.int32)
+    bit[: len(bits)] = bits
+    copy_cost = rng.integers(0, 1000, most_pools).astype(np.int64)
+    return routes, bit, pools_of_row, copy_cost, bool(rng.integers(2))
+
+
+@settings(max_examples=60)
+@given(seed=seeds)
+def test_homes_are_the_same_for_every_width_of_vectors(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    nodes, per_node, layers, cells = int(rng.integers(2, 5)), int(rng.integers(1, 4)), int(rng.integers(1, 3)), 3
+    experts = nodes * per_node * int(rng.integers(1, 5))
+    start = shuffled_homes(rng, layers, experts, nodes * per_node)
+    arguments = {
+        "load": rng.poisson(np.exp(rng.normal(2, 1.5, (cells, layers, experts)))).astype(np.int32),
+        "row_cost": int(rng.integers(1, 100)),
+        "move_cost": int(rng.choice([0, 50])),
+        "move_inside_cost": 0,
+        "start": start,
+        "current": start,
+        "nodes": nodes,
+        "ranks_per_node": per_node,
+        "by_rank": bool(rng.integers(2)),
+        "moving_is_free": False,
+        "peak": False,
+        "power": 1,
+        "iterations": 512,
+        "iterations_inside": 0,
+        "seed": seed,
+        "num_threads": 1,
+        "tokens": random_token_bits(rng, layers=layers, experts=experts, nodes=nodes),
+    }
+    names = core().travel_passes()
+    homes = {}
+    try:
+        for name in names:
+            core().use_travel_passes(name)
+            homes[name] = core().reorder(**arguments)
+    finally:
+        core().use_travel_passes(names[0])
+    for name in names:
+        assert np.array_equal(homes[name], homes["portable"]), name
+
+
+def test_a_width_of_vectors_that_the_machine_lacks_is_refused() -> None:
+    with pytest.raises(ValueError, match="no passes of that name"):
+        core().use_travel_passes("avx9000")
+
+
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (2, 2), (2, 4), (3, 2)])
 def test_a_move_inside_a_node_is_charged_nvlinks_price(nodes: int, per_node: int) -> None:
     """Without replicas bins are ranks: swaps that pay at NVLink's price but not at a NIC's stay inside their node."""
