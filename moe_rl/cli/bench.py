@@ -78,6 +78,31 @@ def planner(
     deliver({}, partial(json_text, document), json_path)
 
 
+@command(app, "bench layer")
+def layer(
+    model: str = "qwen3-30b-a3b",
+    gpu: str = "h100",
+    tokens: int = 4096,
+    ep_size: int = 8,
+    json_path: Path | None = None,
+) -> None:
+    """Predict the time of one layer's experts and permutation on a GPU that is not there, without running them.
+
+    The rates are those that kernels reached on an H200. The command needs a checkout of the repository and Triton.
+    """
+    from moe_rl.config import load_model
+
+    _operators(" layer")
+    require(importlib.util.find_spec("triton") is not None, f"moe-rl bench layer needs Triton: {install_line('gpu')}.")
+    predicted = _benchmark("kernels.predicted_layer")
+    require_known(gpu, predicted.TB_PER_S, f"--gpu: {gpu!r} is unknown.")
+    check_outputs({"--json": json_path}, inputs=())
+    spec = load_model(model).spec
+    document = predicted.layer_document(spec, gpu=gpu, ep_size=ep_size, tokens=tokens, command=command_line())
+    text = predicted.as_text(document)
+    deliver({}, partial(json_text, document), json_path, lambda out: out.print(text, soft_wrap=True))
+
+
 def _benchmark(name: str) -> ModuleType:
     """Return a module of the checkout's benchmarks; raise if there is no checkout (in an installed wheel)."""
     path = BENCHMARKS.joinpath(*name.split(".")).with_suffix(".py")

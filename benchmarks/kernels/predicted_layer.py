@@ -1,0 +1,315 @@
+"""How long the kernels of one MoE layer would take on an H100 or H200, without a GPU: `moe-rl bench layer`.
+
+Launches are recorded as they would be made there, with the loops that the GPU's record has verified, on memory that is
+never written. A launch takes as long as its operations or bytes at the rate that its kind of kernel reached on the H200
+of `benchmarks/results/gpu/h200`:
+
+    products   operations of whole tiles in whole waves / (measured share of the tile's roof x roof), or the bytes of
+               the arguments at the rate of a copy, if that takes longer: few rows per expert wait for its weights
+    others     bytes of the arguments / measured bytes per second
+
+Rates of memory are multiplied by the GPU's memory bandwidth / that of an H200.
+
+An H100 SXM has the H200's chip and a slower memory. Its times are scaled so and were never measured.
+
+Held out: the H200 also timed the expert MLP, forward and backward, with the rows of every rank of a recorded step.
+`python -m benchmarks.kernels.predicted_layer` compares those times with predictions.
+"""
+
+import contextlib
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+from unittest import mock
+
+import torch
+
+from benchmarks.gpu.rank_loads import BASELINE, POLICIES, RankLoads
+from benchmarks.gpu.roofs import ROOF_TFLOPS
+from benchmarks.gpu.rows import Row, read
+from benchmarks.kernels.prediction import HOPPER, SMS, Model, load_model, operations, sizes_of
+from moe_rl.core.errors import require
+from moe_rl.core.model import MoeModelSpec
+from moe_rl.kernels import (
+    BF16,
+    FP8_BLOCK,
+    SWIGLU,
+    GroupedExperts,
+    Recipe,
+    build_row_map,
+    oai_spec,
+    permute,
+    prepare,
+    unpermute,
+)
+from moe_rl.kernels.devices import has_gluon
+from moe_rl.kernels.gemm.proven import Chip, proven_on
+from moe_rl.kernels.gemm.tiling import GemmConfig, GemmProblem
+from moe_rl.kernels.registry import is_interpreted
+
+if TYPE_CHECKING:
+    from benchmarks.kernels.recording import Launch
+
+MEASURED = Path(__file__).resolve().parents[1] / "results" / "gpu" / "h200"
+TB_PER_S = {"h100": 3.35, "h200": 4.8}
+"""Memory bandwidth by NVIDIA's data sheets of the SXM cards."""
+CHIP = Chip(capability=(HOPPER // 10, HOPPER % 10), num_sms=SMS)
+RECIPES = (BF16, FP8_BLOCK)
+PLAIN_ROOF_TFLOPS = {"FP8 forward": 1024.0, "bf16 forward": 682.7, "bf16 dgrad": 682.7, "FP8 wgrad": 1024.0}
+"""Of the plain loop's tiles in the measured problems: 128 x 256 in bf16, else 128 x 128."""
+MEMORY_KERNELS = {
+    "quantize_both 1x128 and 128x1": ("quantize_columns", "rows_too"),
+    "quantize_columns 128x1": ("quantize_columns",),
+    "quantize 1x128": ("quantization",),
+    "permute rows": ("permutation permute",),
+    "unpermute weighted": ("permutation unpermute",),
+    "swiglu_backward_quantize swiglu": ("swiglu_backward_quantize",),
+    "swiglu_backward swiglu": ("swiglu_backward",),
+    "swiglu_quantize swiglu": ("glu swiglu", "quantize"),
+    "swiglu swiglu": ("glu swiglu",),
+}
+"""Measured kernels, and what the names of their launches contain; the first that fits is taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What kinds of kernels reached on the H200."""
+
+    shares: dict[tuple[str, bool], float]
+    """Of the tile's roof, by ("FP8 rows", "FP8 wgrad" or "bf16 rows", whether the loop is specialized)."""
+    tb_per_s: dict[str, float]
+    """By the names of `MEMORY_KERNELS`."""
+    copy_tb_per_s: float
+
+    @classmethod
+    def measured(cls, folder: Path = MEASURED) -> Self:
+        """Read the record of a GPU; medians over the measured shapes."""
+        found: dict[tuple[str, bool], list[float]] = {}
+        rows = [row for row in read(folder) if row.figures]
+        (copy,) = (row for row in rows if (row.phase, row.step) == ("ceilings", "copy"))
+        for row in rows:
+            if row.phase == "roofs":
+                gemm = " ".join(row.step.split()[:2])
+                kind = gemm.replace("forward", "rows").replace("dgrad", "rows")
+                found.setdefault((kind, True), []).append(_figure(row, "TFLOPS") / ROOF_TFLOPS[gemm])
+                found.setdefault((kind, False), []).append(_figure(row, "plain TFLOPS") / PLAIN_ROOF_TFLOPS[gemm])
+        return cls(
+            shares={kind: statistics.median(shares) for kind, shares in found.items()},
+            tb_per_s={row.step: _figure(row, "TB/s") for row in rows if row.phase == "memory-bound"},
+            copy_tb_per_s=_figure(copy, "TB/s"),
+        )
+
+    def share(self, launch: "Launch", default: float) -> float:
+        """Return the share of its roof that a grouped GEMM reaches; that of bf16 weight gradients was not measured."""
+        is_wgrad = "a_ptr" not in launch.tensors
+        is_fp8 = launch.tensors["dy_ptr" if is_wgrad else "a_ptr"].dtype == torch.float8_e4m3fn
+        kind = f"{'FP8' if is_fp8 else 'bf16'} {'wgrad' if is_wgrad else 'rows'}"
+        return self.shares.get((kind, " specialized" in launch.name), default)
+
+    def rate(self, launch: "Launch") -> float:
+        """Return TB/s of a kernel that is bound by memory; the median of all for those that were not measured."""
+        for name, parts in MEMORY_KERNELS.items():
+            if all(part in launch.name for part in parts):
+                return self.tb_per_s[name]
+        return statistics.median(self.tb_per_s.values())
+
+
+def _figure(row: Row, name: str) -> float:
+    value = row.figures[name]
+    assert isinstance(value, float | int), row
+    return float(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Rates of the H200, for one of the GPUs of `TB_PER_S`."""
+
+    gpu: str
+    rates: Rates
+    model: Model
+
+    @classmethod
+    def of(cls, gpu: str) -> Self:
+        """Return the forecast for a GPU; refuse what cannot record the launches."""
+        require(
+            has_gluon() and not is_interpreted(),
+            "predicting the kernels of a GPU needs Triton 3.9 or later, without TRITON_INTERPRET=1.",
+        )
+        model = load_model()
+        require(model is not None, "predictions need benchmarks/results/static/kernel_proof.json: `make kernel-proof`.")
+        assert model is not None  # for mypy
+        return cls(gpu=gpu, rates=Rates.measured(), model=model)
+
+    def microseconds(self, launches: "Sequence[Launch]") -> float:
+        """Return the time of launches, one after the other."""
+        sizes, shares = sizes_of(launches), self.model.shares
+        bandwidth = TB_PER_S[self.gpu] / TB_PER_S["h200"]
+        total_us = shares.launch_us * len(launches)
+        for launch in launches:
+            moved = sum(tensor.nbytes for tensor in launch.tensors.values())
+            if flops := operations(launch, sizes):
+                roof_tflops = self.model.tflops.get(launch.name, 0.0)
+                require(roof_tflops > 0, f"the kernel proof has no roof of {launch.name!r}: run `make kernel-proof`.")
+                product_us = flops / (self.rates.share(launch, shares.product) * roof_tflops * 1e6)
+                total_us += max(product_us, moved / (self.rates.copy_tb_per_s * bandwidth * 1e6))
+            else:
+                total_us += moved / (self.rates.rate(launch) * bandwidth * 1e6)
+        return total_us
+
+
+@contextlib.contextmanager
+def recorded_with_verified_loops() -> "Iterator[list[Launch]]":
+    """Record launches as an H100 or H200 would make them: with the tiles that the package's record has for the chip."""
+    from benchmarks.kernels.recording import recorded  # needs triton
+    from moe_rl.kernels.gemm import triton_kernel, triton_wgrad
+
+    def verified_tile(problem: GemmProblem, _device: torch.device) -> GemmConfig:
+        return proven_on(CHIP).tile(problem)
+
+    with contextlib.ExitStack() as patches:
+        launches = patches.enter_context(recorded(HOPPER))
+        for module in (triton_kernel, triton_wgrad):
+            patches.enter_context(mock.patch.object(module, "proven_tile", verified_tile))
+        yield launches
+
+
+def expert_launches(
+    rows: Sequence[int], hidden: int, intermediate: int, recipe: Recipe, *, is_oai: bool = False
+) -> "list[Launch]":
+    """Record the expert MLP with `rows[g]` rows of expert g, forward and backward.
+
+    Weight gradients are added to fp32 buffers. `prepare` is left out: it runs once per optimizer step, and the H200 has
+    not timed it. `is_oai`: gpt-oss's activation and biases.
+    """
+    slots, num_rows = len(rows), sum(rows)
+    m_offsets = torch.tensor([0, *rows]).cumsum(0).int()
+    shapes = ((2 * intermediate, hidden), (hidden, intermediate))
+    biases: dict[str, torch.Tensor] = {}
+    if is_oai:
+        biases = {"fc1_bias": _bf16(slots, 2 * intermediate), "fc2_bias": _bf16(slots, hidden)}
+    with recorded_with_verified_loops() as launches:
+        fc1, fc2 = (prepare(_bf16(slots, *shape), recipe) for shape in shapes)
+        num_prepared = len(launches)
+        gradients = [torch.empty(slots, *shape) for shape in shapes]
+        x, probs = _bf16(num_rows, hidden).requires_grad_(), torch.empty(num_rows).requires_grad_()
+        experts = GroupedExperts(recipe=recipe, spec=oai_spec() if is_oai else SWIGLU)
+        y = experts(x, probs, fc1, fc2, m_offsets, main_grads=(gradients[0], gradients[1]), **biases)
+        torch.autograd.grad(y, (x, probs), _bf16(num_rows, hidden))
+    return launches[num_prepared:]
+
+
+def permutation_launches(num_tokens: int, top_k: int, num_experts: int, hidden: int) -> "list[Launch]":
+    """Record the row map, permute and unpermute of a rank's tokens, forward and backward."""
+    with recorded_with_verified_loops() as launches:
+        row_map = build_row_map(torch.empty(num_tokens, top_k, dtype=torch.int32), num_experts)
+        x, probs = _bf16(num_tokens, hidden).requires_grad_(), torch.empty(num_tokens, top_k).requires_grad_()
+        x_rows, row_probs = permute(x, probs, row_map)
+        assert row_probs is not None
+        y_rows = _bf16(*x_rows.shape).requires_grad_()
+        y = unpermute(y_rows, None, row_map)
+        torch.autograd.grad(y, y_rows, _bf16(num_tokens, hidden))
+        torch.autograd.grad((x_rows, row_probs), (x, probs), (_bf16(*x_rows.shape), torch.empty(len(row_probs))))
+    return launches
+
+
+def _bf16(*shape: int) -> torch.Tensor:
+    """Return memory that nobody writes: an operating system gives it no pages."""
+    return torch.empty(*shape, dtype=torch.bfloat16)
+
+
+def layer_document(spec: MoeModelSpec, *, gpu: str, ep_size: int, tokens: int, command: str) -> dict[str, object]:
+    """Predict one layer of a model: `tokens` per rank, routed evenly over experts that `ep_size` ranks share."""
+    require(
+        ep_size > 0 and spec.num_experts % ep_size == 0,
+        f"--ep-size must divide the {spec.num_experts} experts of {spec.name}, got {ep_size}.",
+    )
+    require(tokens > 0, f"--tokens must be positive, got {tokens}.")
+    forecast, slots = Forecast.of(gpu), spec.num_experts // ep_size
+    rows_of_expert = even_shares(tokens * spec.top_k, slots)
+    permutation_us = forecast.microseconds(permutation_launches(tokens, spec.top_k, spec.num_experts, spec.hidden_size))
+    flops = 3 * 6 * sum(rows_of_expert) * spec.hidden_size * spec.moe_ffn_hidden_size
+    rows = []
+    for recipe in RECIPES:
+        launches = expert_launches(
+            rows_of_expert, spec.hidden_size, spec.moe_ffn_hidden_size, recipe, is_oai=spec.activation == "swiglu_oai"
+        )
+        experts_us = forecast.microseconds(launches)
+        rows.append({
+            "recipe": recipe.name, "experts_us": experts_us, "tflops": flops / experts_us / 1e6,
+            "permutation_us": permutation_us, "loops": loops_of(launches),
+        })  # fmt: skip
+    return {
+        "benchmark": "predicted layer", "command": command, "measured": False, "gpu": gpu, "model": spec.name,
+        "ep_size": ep_size, "tokens": tokens, "experts": slots, "rows_of_expert": rows_of_expert[0], "rows": rows,
+    }  # fmt: skip
+
+
+def even_shares(total: int, parts: int) -> list[int]:
+    """Return whole numbers that differ by at most 1 and sum to `total`, the larger ones first."""
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
+def loops_of(launches: "Sequence[Launch]") -> str:
+    """Return how many GEMMs take which loop: "4 specialized, 2 plain"."""
+    gemms = [launch.name for launch in launches if "BLOCK_K" in launch.constants]
+    specialized = sum(" specialized" in name for name in gemms)
+    return f"{specialized} specialized, {len(gemms) - specialized} plain"
+
+
+def as_text(document: dict[str, object]) -> str:
+    """Return the table of a document below a line that says what it is."""
+    gpu = str(document["gpu"]).upper()
+    scaled = "" if document["gpu"] == "h200" else "; its chip is that of an H200, whose rates are taken"
+    lines = [
+        f"Predicted, not measured: {gpu}{scaled}. {document['model']}, EP{document['ep_size']}, {document['tokens']:,} "
+        f"tokens per rank: {document['experts']} experts with up to {document['rows_of_expert']:,} rows.",
+        "",
+        "| recipe | expert MLP, ms | TFLOPS | GEMM loops | permute and unpermute, ms |",
+        "|---|--:|--:|---|--:|",
+    ]
+    rows = document["rows"]
+    assert isinstance(rows, list)
+    for row in rows:
+        lines.append(
+            f"| `{row['recipe']}` | {row['experts_us'] / 1e3:.2f} | {row['tflops']:.0f} | {row['loops']} | "
+            f"{row['permutation_us'] / 1e3:.2f} |"
+        )
+    lines += ["", "Times are of forward and backward passes. All-to-alls between ranks and `prepare` are not included."]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """Predicted over measured times of the expert MLP of Qwen3-30B-A3B, on the ranks of a recorded step."""
+
+    recipe: str
+    ratios: tuple[float, ...]
+
+    def __str__(self) -> str:
+        mean, low, high = statistics.mean(self.ratios), min(self.ratios), max(self.ratios)
+        spread = f"{low:.2f} to {high:.2f} on {len(self.ratios)} ranks"
+        return f"{self.recipe}: predicted / measured {mean:.2f} on average, {spread}"
+
+
+def held_out(policy: str = BASELINE, every: int = 1) -> Iterator[HeldOut]:
+    """Compare predictions with the H200's times, which no rate was taken from: each `every`th rank under a policy."""
+    forecast, loads = Forecast.of("h200"), RankLoads.read()
+    measured = {row.step: row.figures for row in read(MEASURED) if row.phase == "promise"}
+    ranks = [rows for cell in loads.rows[policy] for rows in cell]
+    for recipe, step in zip(RECIPES, ("bf16", "fp8"), strict=True):
+        times_us = measured[step]["us of rows"]
+        assert isinstance(times_us, list)
+        # Of every rank of every cell the policies were timed in turn.
+        of_policy = [float(time_us) for time_us in times_us[POLICIES.index(policy) :: len(POLICIES)]]
+        ratios = []
+        for rows, time_us in list(zip(ranks, of_policy, strict=True))[::every]:
+            launches = expert_launches(rows, loads.hidden, loads.intermediate, recipe)
+            ratios.append(forecast.microseconds(launches) / time_us)
+        yield HeldOut(recipe=recipe.name, ratios=tuple(ratios))
+
+
+if __name__ == "__main__":
+    for comparison in held_out():
+        print(comparison)
