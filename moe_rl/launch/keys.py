@@ -24,6 +24,8 @@ def is_on(value: object) -> bool:
 VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("fp8_fp32_scales", is_on),
     "MOE_RL_POLICY": ("balancing_policy", str),
+    "MOE_RL": ("adapter_policy", str),
+    "MOE_RL_REORDERS": ("adapter_reorders", is_on),
 }
 
 

@@ -67,6 +67,11 @@ class RunSettings:
     expert_tensor_parallel_size: Number = None
     gpus_per_node: Number = None
     """GPUs of a node that train."""
+    trainer_nodes: Number = None
+    rollout_gpus: Number = None
+    """GPUs of the rollout engines."""
+    colocate: Flag = None
+    """Whether rollout engines run on the trainer's GPUs."""
     sequence_parallel: Flag = None
     dynamic_context_parallel: Flag = None
     overlap_p2p_comm: Flag = None
@@ -152,6 +157,10 @@ class RunSettings:
     # Expert placement
     balancing_policy: Word = None
     """moe_rl policy that the run names."""
+    adapter_policy: Word = None
+    """Policy that `MOE_RL` names; adapters write weights only with every expert at home."""
+    adapter_reorders: Flag = None
+    """Whether experts may move under `MOE_RL`, if the run says so."""
     enable_expert_placement: Flag = None
     """MindSpeed's own expert placement."""
 

@@ -207,6 +207,18 @@ SEEDS = [
         WARNING,
         (RELIBRA,),
     ),
+    Seed("gpus-do-not-add-up", "slime", ("--actor-num-nodes", 3), ERROR),
+    Seed("gpus-do-not-add-up", "slime", ("text:--colocate", "--rollout-num-gpus 16"), NOTE),
+    Seed(
+        "gpus-do-not-add-up",
+        "miles",
+        ("text:--actor-num-nodes 2", "--actor-num-nodes 3"),
+        ERROR,
+        (("text:--colocate", "--colocate --actor-num-nodes 2 --actor-num-gpus-per-node 4"),),
+    ),
+    Seed(
+        "reorder-of-offloaded-state", "slime", ("env:MOE_RL", "moe-rl"), WARNING, (("--optimizer-cpu-offload", True),)
+    ),
     *option(
         "experts-not-divisible",
         "expert_model_parallel_size",
@@ -214,9 +226,10 @@ SEEDS = [
         ERROR,
         "megatron",
         "megatron-log",
-        *FLAGS,
+        "miles",
         "nemo_rl",
     ),
+    Seed("experts-not-divisible", "slime", ("--expert-model-parallel-size", 7), ERROR, (("--actor-num-nodes", 7),)),
     Seed("experts-not-divisible", "verl", (ENGINE + "expert_model_parallel_size", 7), ERROR),
     *option(
         "tensor-parallel-without-sequence-parallel",
@@ -285,7 +298,9 @@ SEEDS = [
         "nemo_rl",
         before=(("moe_enable_deepep", False), ("moe_token_dispatcher_type", "flex")),
     ),
-    *option("expert-group-leaves-node", "expert_model_parallel_size", 16, NOTE, "slime"),
+    *option(
+        "expert-group-leaves-node", "expert_model_parallel_size", 16, NOTE, "slime", before=(("actor_num_nodes", 8),)
+    ),
     Seed("expert-group-leaves-node", "verl", ("trainer.n_gpus_per_node", 4), NOTE),
     Seed("expert-group-leaves-node", "miles", ("--actor-num-gpus-per-node", 4), NOTE),
     Seed("expert-group-leaves-node", "nemo_rl", ("cluster.gpus_per_node", 2), NOTE),
@@ -296,7 +311,7 @@ SEEDS = [
         ERROR,
         "slime",
         "miles",
-        before=(("lora_rank", 16),),
+        before=(("lora_rank", 16), ("actor_num_nodes", 4)),
     ),
     Seed(
         "expert-adapters-under-expert-tensor-parallel",

@@ -2,8 +2,44 @@
 
 from collections.abc import Iterator
 
-from moe_rl.doctor.traps import Case, Found, above, spans_nodes
+from moe_rl.doctor.traps import NOTE, Case, Found, above, spans_nodes
 from moe_rl.doctor.verdict import adapts_experts
+
+
+def gpus_do_not_add_up(case: Case) -> Iterator[Found]:
+    """Megatron stops if the number of trainer GPUs is not a multiple of TP x PP x CP and of expert TP x EP x PP.
+    Without --colocate, trainer and rollout engines get GPUs of their own. If the cluster has fewer than their sum, Ray
+    waits for the missing GPUs and the run never starts. As many GPUs for rollouts as for the trainer often mean that
+    --colocate was forgotten.
+    """
+    settings = case.settings
+    nodes, per_node, rollout = settings.trainer_nodes, settings.gpus_per_node, settings.rollout_gpus
+    if nodes is None or per_node is None:
+        return
+    trainer = nodes.value * per_node.value
+    stages = settings.pipeline_model_parallel_size
+    dense = (settings.tensor_model_parallel_size, stages, settings.context_parallel_size)
+    experts = (settings.expert_tensor_parallel_size, settings.expert_model_parallel_size, stages)
+    for sizes in (dense, experts):
+        # A size that is not known may be any: what is known must divide the number of GPUs all the same.
+        ranks, stated = 1, []
+        for size in sizes:
+            if size is not None and above(size, 1):
+                ranks *= size.value
+                stated.append(size)
+        if trainer % ranks:
+            factors = " x ".join(["{}"] * len(stated))
+            sentence = f"{{}} x {{}} is {trainer} GPUs, not a multiple of {ranks}: {factors}."
+            yield Found(sentence, nodes, per_node, *stated)
+    if rollout is not None and rollout.value == trainer and not settings.colocate:
+        yield Found(
+            f"{{}} x {{}} and {{}} are {trainer} GPUs each. Without --colocate, the run needs {2 * trainer} GPUs.",
+            nodes,
+            per_node,
+            rollout,
+            severity=NOTE,
+            remedy="Add --colocate if rollouts and training share their GPUs, or start Ray with the sum of both.",
+        )
 
 
 def experts_not_divisible(case: Case) -> Iterator[Found]:

@@ -171,8 +171,10 @@ def reorder_of_offloaded_state(case: Case) -> Iterator[Found]:
     """Moving an expert to another rank moves its weights, fp32 master weights and both Adam moments. If this state is
     offloaded to the CPU, every move passes through host memory twice, so moving experts seldom saves time.
     """
-    policy, offload = case.settings.balancing_policy, case.settings.optimizer_cpu_offload
-    if policy and offload and _may_move_experts(policy.value):
+    settings = case.settings
+    policy, offload = settings.balancing_policy or settings.adapter_policy, settings.optimizer_cpu_offload
+    stay = settings.adapter_reorders is not None and not settings.adapter_reorders
+    if policy and offload and _may_move_experts(policy.value) and not stay:
         yield Found("{} may move experts whose optimizer state {} keeps on the host.", policy, offload)
 
 
