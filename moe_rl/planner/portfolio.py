@@ -96,7 +96,8 @@ class Portfolio:
 
         On the given layout; where packing is priced, on those of drivers who know lengths alone and on the one that is
         the best to start from before copies and moves are priced; by packing from that one and from the cheapest of
-        all these; and, where no copies will level the ranks, by packing around homes that stay.
+        all these; and, where no copies will level the ranks, by packing around homes that stay, from the first layout
+        and from the one that is cheapest without moves (.1 % faster in one of 200 drawn settings).
         """
         options, cost = self.search.options, self.pricing.problem.micro_batch_cost
         if not options.packs:
@@ -122,9 +123,20 @@ class Portfolio:
         for index in sorted({start_index, cheapest_index}):
             candidates += replace(searches[index], options=packing).candidates(unmoved)
         if options.by_rank and options.reorders:
-            around_homes = replace(searches[start_index], options=replace(packing, reorders=False))
-            candidates.append(around_homes.packed_around_homes())
+            by_layout_alone = [
+                self._with_homes_that_stay(search, of_search)
+                for search, of_search in zip(searches, by_search, strict=True)
+            ]
+            cheapest_unmoved = int(np.argmin([self.pricing.with_moves(candidate) for candidate in by_layout_alone]))
+            for index in sorted({start_index, cheapest_unmoved}):
+                around_homes = replace(searches[index], options=replace(packing, reorders=False))
+                candidates.append(around_homes.packed_around_homes())
         return candidates
+
+    def _with_homes_that_stay(self, search: LayoutSearch, candidates: list[Candidate]) -> Candidate:
+        """Return the candidate on the layout of a search whose experts are where they were."""
+        unmoved = [candidate for candidate in candidates if np.array_equal(candidate.home, self.pricing.start)]
+        return self._best_on(search.pricing.problem.layout, unmoved)
 
     def with_lower_peak(self, best: Candidate) -> Candidate:
         """Return the candidate with sequences moved until the fullest rank of all cells gets no fewer rows."""
