@@ -107,6 +107,28 @@ class ReplicaPlan:
         columns: dict[str, Any] = {name: getattr(self, name)[rows] for name in REPLICA_COLUMNS}
         return replace(self, **columns, offsets=offsets, num_ep_groups=1, num_layers=len(layers))
 
+    @classmethod
+    def mixed(cls, plans: Sequence[Self], choice_L: NDArray[np.int64]) -> Self:
+        """Return the plan whose layer l has the replicas of `plans[choice_L[l]]`. The plans have the same shape.
+
+        Example: one cell per layer, choice [1 0] -> layer 0 has those of the second plan, layer 1 of the first.
+        """
+        like = plans[0]
+        num_cells = like.num_ep_groups * like.num_micro_batches
+        choice_of_place = np.tile(choice_L, num_cells)
+        counts_by_plan = np.stack([np.diff(plan.offsets) for plan in plans])
+        counts = counts_by_plan[choice_of_place, np.arange(len(choice_of_place))]
+        choice_of_row = np.repeat(choice_of_place, counts)
+        columns: dict[str, Any] = {}
+        for name in REPLICA_COLUMNS:
+            column = getattr(like, name)
+            columns[name] = np.empty((len(choice_of_row), *column.shape[1:]), column.dtype)
+        for index, plan in enumerate(plans):
+            is_taken = np.repeat(choice_of_place == index, np.diff(plan.offsets))
+            for name, column in columns.items():
+                column[choice_of_row == index] = getattr(plan, name)[is_taken]
+        return replace(like, **columns, offsets=np.append(0, np.cumsum(counts)))
+
     def of_source(self, rank: int) -> Self:
         """Return what source rank `rank` must know to send its own tokens: 25 bytes a replica, whatever P is.
 

@@ -1,5 +1,6 @@
 """Candidates of a plan: homes and a layout, with the copies that suit them best, and what they cost."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,13 +36,17 @@ class Candidate:
     cell_cost: NDArray[np.float64]
     """[G, M, L] seconds, or rows of the busiest rank."""
     objective: PlanObjective
-    most_rows: int
-    """Of the fullest rank in all cells that were planned."""
-
+    busiest_rows: NDArray[np.int64]
+    """[G, M, L] of the fullest rank; 0 in cells that were not planned."""
     step_s: float | None
     """Seconds of the step with what its micro-batches cost beside their routed experts; None: not known."""
     across_save: float = 1.0
     """Share of the price that copies across nodes save on the same homes, where that is known."""
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the fullest rank in all cells that were planned."""
+        return int(self.busiest_rows.max(initial=0))
 
     @property
     def price(self) -> float:
@@ -98,7 +103,7 @@ class CandidatePricing:
         With copies `cross_nodes` only the `final` one has those of every micro-batch: before, its cost is that of every
         n-th one, times the tokens of those between.
         """
-        problem, objective = self.problem, self.problem.objective
+        objective = self.problem.objective
         if residents is None:
             residents = self._residents_in_force()
         cross_nodes &= self.crosses
@@ -110,7 +115,6 @@ class CandidatePricing:
             cost = _seconds(copies, load, judged_stride)
         else:
             cost = self._rows_of_busiest_rank(load, copies["highest_load"], copies["offsets"], copies["kind"] == ACROSS)
-        layout_cost = problem.micro_batch_cost if objective.in_seconds else None
         return Candidate(
             home=home,
             residents=residents,
@@ -119,9 +123,37 @@ class CandidatePricing:
             replicas=_replica_plan(copies, load),
             cell_cost=cost,
             objective=objective,
-            most_rows=int(copies["highest_load"].max(initial=0)),
-            step_s=None if layout_cost is None else layout_cost.step_s(cost, layout, problem.topology),
+            busiest_rows=copies["highest_load"].reshape(cost.shape),
+            step_s=self._step_s(cost, layout),
         )
+
+    def mixed(self, candidates: Sequence[Candidate], choice_L: NDArray[np.int64]) -> Candidate:
+        """Return the candidate whose layer l is that of `candidates[choice_L[l]]`, with its copies and its cost.
+
+        The candidates share their layout and how they were priced. Copies are planned layer by layer, so `candidate`
+        would find the same: a quarter of the pricing where only homes move.
+        """
+
+        def of_layers(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:  # of [G, M, L]
+            mixed_LGM = np.stack(arrays)[choice_L, :, :, np.arange(len(choice_L))]
+            return np.ascontiguousarray(mixed_LGM.transpose(1, 2, 0))
+
+        home = np.stack([candidate.home for candidate in candidates])
+        residents = np.stack([candidate.residents for candidate in candidates])
+        cost = of_layers([candidate.cell_cost for candidate in candidates])
+        return replace(
+            candidates[0],
+            home=home[choice_L, np.arange(len(choice_L))],
+            residents=residents[choice_L, np.arange(len(choice_L))],
+            replicas=ReplicaPlan.mixed([candidate.replicas for candidate in candidates], choice_L),
+            cell_cost=cost,
+            busiest_rows=of_layers([candidate.busiest_rows for candidate in candidates]),
+            step_s=self._step_s(cost, candidates[0].layout),
+        )
+
+    def _step_s(self, cell_cost: NDArray[np.float64], layout: BatchLayout) -> float | None:
+        layout_cost = self.problem.micro_batch_cost if self.problem.objective.in_seconds else None
+        return None if layout_cost is None else layout_cost.step_s(cell_cost, layout, self.problem.topology)
 
     def with_moves(self, candidate: Candidate) -> float:
         """Return what candidates are chosen by."""

@@ -78,9 +78,10 @@ class LayoutSearch:
         if chooses:
             return [*candidates, self._with_residents(searcher, replace(state, home=homes[-1]))]
         same_layout = [candidate for candidate in candidates if candidate.layout is layout]
-        best_homes = self._best_per_layer(same_layout, searcher.weights) if same_layout else self.pricing.start
-        if same_layout and not any(np.array_equal(best_homes, candidate.home) for candidate in same_layout):
-            candidates.append(self.pricing.candidate(best_homes, layout, load))
+        if same_layout:
+            mixed = self.pricing.mixed(same_layout, self._best_per_layer(same_layout, searcher.weights))
+            if not any(np.array_equal(mixed.home, candidate.home) for candidate in same_layout):
+                candidates.append(mixed)
         return candidates
 
     def ordered_in_nodes(self) -> Candidate:
@@ -110,8 +111,8 @@ class LayoutSearch:
     def _contiguous(self) -> NDArray[np.int32]:
         return replace(self.pricing.problem, current_placement=None).starting_placement().home_rank
 
-    def _best_per_layer(self, candidates: list[Candidate], weights: SearchWeights) -> NDArray[np.int32]:
-        """Return [L, E] homes, in every layer those of the candidate that is cheapest there, moves included.
+    def _best_per_layer(self, candidates: list[Candidate], weights: SearchWeights) -> NDArray[np.int64]:
+        """Return [L] which candidate is cheapest in every layer, moves included.
 
         The candidates share their layout, so that layers do not depend on each other.
         """
@@ -120,10 +121,8 @@ class LayoutSearch:
             by_layer(candidate.cell_cost) + self.pricing.moves_by_layer(candidate.home, weights)
             for candidate in candidates
         ]
-        choice = np.argmin(np.stack(costs), axis=0)
-        homes = np.stack([candidate.home for candidate in candidates])
-        best_homes: NDArray[np.int32] = homes[choice, np.arange(homes.shape[1])]
-        return best_homes
+        choice_L: NDArray[np.int64] = np.argmin(np.stack(costs), axis=0)
+        return choice_L
 
     def _for_steps_to_come(self, searcher: Searcher, outlook: Outlook) -> list[Candidate]:
         """Return the candidates with the homes that suit those steps."""

@@ -16,7 +16,7 @@ from moe_rl.core.cost import layer_cost_params
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.metrics import rank_load
 from moe_rl.core.native import native_core
-from moe_rl.core.plan import Plan
+from moe_rl.core.plan import REPLICA_COLUMNS, Plan
 from moe_rl.core.reduce import reduce_load
 from moe_rl.core.routes import RouteSample
 from moe_rl.core.sequence_load import SequenceLoad
@@ -24,6 +24,7 @@ from moe_rl.core.topology import ClusterTopology
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.core.visits import CountedVisits, count_rows, count_visits
 from moe_rl.planner.base import ALL_LEVERS, PlanProblem
+from moe_rl.planner.candidates import CandidatePricing, CopySettings
 from moe_rl.planner.moe_rl_policy import MoeRlPlanner
 from moe_rl.planner.predict import predicted_cost
 from moe_rl.planner.registry import make_planner
@@ -128,6 +129,39 @@ def check_never_worse(seed: int, topology: ClusterTopology) -> None:
 @given(seed=st.integers(0, 2**40), topology=topologies())
 def test_a_plan_is_never_worse_than_static_and_costs_what_it_says(seed: int, topology: ClusterTopology) -> None:
     check_never_worse(seed, topology)
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**40), topology=topologies())
+def test_a_candidate_mixed_by_layer_is_what_pricing_its_homes_would_give(seed: int, topology: ClusterTopology) -> None:
+    rng = np.random.default_rng(seed)
+    problem = traced_problem(
+        rng,
+        topology,
+        hierarchical=bool(rng.integers(2)),
+        replica_slots=int(rng.integers(0, 3)),
+        cross_node_slots=int(rng.integers(0, 3)),
+    )
+    problem = replace(problem, objective=str(rng.choice(["time", "imbalance"])))
+    start = problem.starting_placement().home_rank
+    pricing = CandidatePricing(
+        problem=problem,
+        may=ALL_LEVERS,
+        core=native_core(),
+        start=start,
+        settings=CopySettings(search_steps=20, tolerance=0.0005, cross_node_gain=0.009, num_threads=1),
+    )
+    candidates = [
+        pricing.candidate(rng.permuted(start, axis=1), problem.layout, problem.load)
+        for _ in range(int(rng.integers(1, 4)))
+    ]
+    mixed = pricing.mixed(candidates, rng.integers(0, len(candidates), len(start)))
+    priced = pricing.candidate(mixed.home, problem.layout, problem.load)
+    assert (mixed.price, mixed.most_rows) == (priced.price, priced.most_rows)
+    for name in ("residents", "cell_cost", "busiest_rows"):
+        assert np.array_equal(getattr(mixed, name), getattr(priced, name)), name
+    for name in ("offsets", *REPLICA_COLUMNS):
+        assert np.array_equal(getattr(mixed.replicas, name), getattr(priced.replicas, name)), name
 
 
 def test_a_micro_batch_of_which_no_token_is_known_is_planned(rng: np.random.Generator) -> None:
