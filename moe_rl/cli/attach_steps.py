@@ -82,6 +82,9 @@ def _variables_without_effect(run: ReadRun) -> Iterator[str]:
     job = run.ray_job
     if job is None:
         return
+    # verl's driver runs on the head node, whose environment it hands on to all workers.
+    if job.on_head and run.settings.framework not in BY_RAY_WORKERS:
+        return
     for name, variable in job.kept_back.items():
         reached = "reaches no worker"
         if job.on_head:
@@ -169,9 +172,10 @@ def _switch(run: ReadRun, line: str) -> Iterator[str]:
         yield f"{line}   (above the command that starts the training)"
     else:
         yield _line_of_job(job)
-        yield (
-            f"no `{line}`: after `ray start`, it reaches no worker, and before `ray start` only those of the head node"
-        )
+        late = f"no `{line}`: after `ray start`, it reaches no worker"
+        if run.settings.framework in BY_RAY_WORKERS:
+            late += ", and before `ray start` only those of the head node"
+        yield late
 
 
 def _line_of_job(job: RayJob) -> str:

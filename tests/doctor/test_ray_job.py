@@ -105,6 +105,26 @@ def test_an_exported_variable_is_no_switch_of_a_ray_job(tmp_path: Path) -> None:
     assert moe_rl("doctor", "--no-environment", "--attach", path).code == 1
 
 
+def test_verls_driver_hands_on_what_the_head_node_has(tmp_path: Path) -> None:
+    """Its job runs on the head node; a variable that is exported too late reaches not even that."""
+    command = "ray job submit -- python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.strategy=megatron "
+    command += "actor_rollout_ref.actor.megatron.expert_model_parallel_size=8\n"
+    path = tmp_path / "run.sh"
+    path.write_text(f"export MOE_RL=observe\nray start --head\n{command}")
+    assert "fix first" not in steps_of(path)
+    path.write_text(f"ray start --head\nexport MOE_RL=observe\n{command}")
+    assert "run.sh:2 exports MOE_RL, which reaches no worker" in steps_of(path)["fix first"]
+    assert "head node" not in steps_of(path)["write"]
+
+
+def test_a_python_launcher_takes_the_variable_as_an_argument(tmp_path: Path) -> None:
+    path = tmp_path / "run.py"
+    flags = "--actor-num-nodes 1 --num-experts 8 --expert-model-parallel-size 8"
+    path.write_text(f"execute_train(train_args='{flags}', num_gpus_per_node=8)\n")
+    assert '"MOE_RL": "observe"   (in extra_env_vars of execute_train' in steps_of(path)["write"]
+    assert "delete MOE_RL from the runtime environment" in steps_of(path)["undo"]
+
+
 def test_an_exported_variable_that_the_json_takes_is_a_switch(tmp_path: Path) -> None:
     json_text = (
         'ENV="{\\"env_vars\\": {\n  \\"MOE_RL\\": \\"${MOE_RL}\\"\n}}"\nray job submit --runtime-env-json="$ENV" -- '
