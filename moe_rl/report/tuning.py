@@ -303,8 +303,10 @@ class Tuned:
     """What was done to get the sequences, as `batch_words` says it."""
     levers: tuple[ShapeLevers, ...] = ()
     """With routes: the fastest setting of every EP size and dispatcher with an engine and levers, fastest first."""
+    cautions: tuple[str, ...] = ()
+    """What published runs of the best layout's kind contradict; stands above the figures."""
     notes: tuple[str, ...] = ()
-    """Which software was priced, and what lies outside the fitted runs."""
+    """Which software was priced, and whether cluster and model are among the fitted ones."""
 
     @property
     def best(self) -> TunedSetting:
@@ -323,22 +325,26 @@ class Tuned:
     def sentences(self) -> list[str]:
         """Return what the search found in words: the best, and why larger or smaller EP groups are slower."""
         best = self.settings[0]
-        sentences = [
-            *self.sentences_of_levers(),
-            f"{best.name} trains {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU: {best.limits}.",
-        ]
+        trains = f"{best.name} trains {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU: {best.limits}."
+        if self.levers:
+            trains = f"With balanced routing, {trains}"
+        sentences = [*self.sentences_of_levers(), trains]
         if self.num_alike > 1:
             sentences.append(
                 f"{self.num_alike} settings are equally fast within the error of the forecast: the 80 % interval of "
                 f"their speed relative to the fastest setting contains 1. Of the settings within {ALIKE:.0%} of the "
                 "fastest, the one with the fewest kinds of parallelism comes first."
             )
+        # An EP size has one percentage: by routes where it is compared with levers.
+        by_routes = {shape.setting.expert_model_parallel_size for shape in self.levers}
         for ep, row in self.first_of("expert_model_parallel_size").items():
+            if ep in by_routes:
+                continue
             longer = best.tokens_per_s_per_gpu / row.tokens_per_s_per_gpu - 1.0
             name, more = self.grown_part(best, row)
             if row.told_apart or (longer >= ALIKE and row.behind_fastest is None):
                 sentences.append(
-                    f"With EP{ep}, the step takes at least {longer:.1%} longer than the best step ({row.name}): {name} "
+                    f"{row.name}, the fastest with EP{ep}, takes at least {longer:.1%} longer than {best.name}: {name} "
                     f"alone adds {more:.1%}."
                 )
             elif row is not best:
@@ -396,7 +402,7 @@ class Tuned:
         """Return all settings as JSON values."""
         rows = [not_none(asdict(row)) | {"limits": row.limits} for row in self.settings]
         facts = attributes(self, ("model", "cluster", "gpus", "num_tokens", "num_sequences", "batch"))
-        document = {"schema": "moe_rl.tune/1", **facts, "settings": rows, "notes": list(self.notes)}
+        document = {"schema": "moe_rl.tune/1", **facts, "settings": rows, "notes": [*self.cautions, *self.notes]}
         if self.levers:
             document["levers"] = [shape.as_json() for shape in self.levers]
         return document
@@ -415,7 +421,8 @@ class Tuned:
         else:
             levers = []
         notes = [f"note: {note}" for note in self.notes]
-        return "\n".join([*self._title(), head, *rows, *levers, "", *self.sentences(), *notes])
+        cautions = [f"warning: {caution}" for caution in self.cautions]
+        return "\n".join([*self._title(), *cautions, head, *rows, *levers, "", *self.sentences(), *notes])
 
     def _title(self) -> list[str]:
         """Return the line above the table: what was tuned, on which batch."""
@@ -454,7 +461,11 @@ class Tuned:
         pasted = [f"\n\n{framework}:\n{self.best.lines(framework)}" for framework in PASTED]
         table = str(self).partition("\n\n")[0] + "".join(pasted)
         return render_picture(
-            f"moe_rl tune, {self.gpus} GPUs", sentences[0], self.picture, table, [*sentences[1:], *self.notes]
+            f"moe_rl tune, {self.gpus} GPUs",
+            sentences[0],
+            self.picture,
+            table,
+            [*self.cautions, *sentences[1:], *self.notes],
         )
 
     def save(self, path: Path | str) -> None:

@@ -4,6 +4,12 @@ Every shape is estimated as if sequences could be cut. The settings of those tha
 lengths of a batch, laid out by `planner.packing`, and balanced routing (`shape_task`). With routes, the fastest setting
 of every EP size and dispatcher is priced again, with an engine and with the levers of `moe-rl` (`shape_levers`). Ratios
 to forced balance say nothing between shapes; tokens per second and GPU do.
+
+Layouts with context parallelism (CP) are searched only if CP is needed. Published runs that pack sequences of several
+lengths with CP took 5 to 16 times as long as predicted, so a few per cent that CP gains in the forecast are no reason
+to use it. CP is needed if a sequence is longer than a full micro-batch of one GPU (`FULL_SIZE_TOKENS`), as all GPUs
+would wait for that sequence; and if no layout without CP fits into memory. It is searched, too, if the user states its
+size. If a layout with CP comes first, a warning stands above the table, with the fastest layout without CP.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,7 +38,8 @@ from moe_rl.study.conditions import chosen_by
 from moe_rl.study.executors import Executor
 from moe_rl.study.intervals import around
 from moe_rl.study.known_steps import KnownMemory, posterior_of, priors_of, surprises
-from moe_rl.study.parallel_shapes import estimated_speeds, next_shapes, shapes_of
+from moe_rl.study.lengths import FULL_SIZE_TOKENS
+from moe_rl.study.parallel_shapes import OF_EVERY_SIZE, estimated_speeds, next_shapes, shapes_of
 from moe_rl.study.population import check_population, population_cautions, population_notes, sink_cautions
 from moe_rl.study.priced_setting import levers_on_all_layers
 from moe_rl.study.rl_options import TuneOptions
@@ -65,6 +72,8 @@ class PricedLayouts:
     rows: list[TunedSetting]
     num_layouts: int
     """Layouts that were simulated in full; the others cannot be the fastest."""
+    estimates: NDArray[np.float64]
+    """[shapes] estimated tokens/s/GPU, 0 where nothing fits."""
 
     @property
     def num_tied(self) -> int:
@@ -104,7 +113,8 @@ def tune(
         "trace_sha256": None if trace is None else digest_of(trace),
         "options": options.words(),
     }
-    priced = _price_layouts(task, settings, out, executor=executor, progress=progress, tell=tell)
+    price = partial(_price_layouts, settings=settings, out=out, executor=executor, progress=progress, tell=tell)
+    task, priced = _price_needed_cp(task, options, price, tell)
     if not priced.rows:
         raise InvalidInputError(
             f"{model.name!r} does not fit on {task.gpus} GPUs of {hardware.name} in any of {len(shapes)} "
@@ -117,11 +127,13 @@ def tune(
     # A simpler layout has less to go wrong, and not all of what it saves is priced: the launches of a tensor-parallel
     # group are not (GPT-OSS-20B: 5 x 24 collectives of some 25 us in a micro-batch, 0.5 % of a step of 3 s).
     rows[:num_tied] = sorted(rows[:num_tied], key=lambda row: row.num_kinds)
+    levers = _levers(rows, trace, options, model, task, batch, progress)
+    best = levers[0].setting if levers else rows[0]
     return Tuned(
         model=model.name, cluster=hardware.name, gpus=task.gpus, num_tokens=int(batch.lengths.sum()),
-        num_sequences=len(batch.lengths), batch=batch.words, num_shapes=len(shapes), num_laid_out=priced.num_layouts,
-        num_alike=num_alike, settings=tuple(rows),
-        levers=_levers(rows, trace, options, model, task, batch, progress),
+        num_sequences=len(batch.lengths), batch=batch.words, num_shapes=len(task.shapes),
+        num_laid_out=priced.num_layouts, num_alike=num_alike, settings=tuple(rows), levers=levers,
+        cautions=tuple(_cautions(options, best, task, priced)),
         notes=tuple(_notes(options, rows, task, posterior)),
     )  # fmt: skip
 
@@ -186,6 +198,28 @@ def _shape_task(
     )  # fmt: skip
 
 
+def _price_needed_cp(
+    task: ShapeTask, options: TuneOptions, price: Callable[[ShapeTask], PricedLayouts], tell: Tell
+) -> tuple[ShapeTask, PricedLayouts]:
+    """Return the task and what it priced: without layouts with CP where CP is not needed."""
+    longest = int(task.lengths.max())
+    is_searched = longest > FULL_SIZE_TOKENS or options.states("context_parallel_size")
+    without_cp = tuple(shape for shape in task.shapes if shape.context_parallel_size == 1)
+    # With a stated --seq-length lengths are not packed in the forecast, which then meets the runs with CP.
+    if is_searched or options.passes.seq_length is not None or not without_cp:
+        return task, price(task)
+    if len(without_cp) < len(task.shapes):
+        tell(
+            f"layouts with context parallelism are left out, because the longest sequence has only {longest:,} tokens. "
+            "To price them, set --context-parallel-size."
+        )
+    smaller = replace(task, shapes=without_cp)
+    priced = price(smaller)
+    if priced.rows:
+        return smaller, priced
+    return task, price(task)
+
+
 def _price_layouts(
     task: ShapeTask,
     settings: Mapping[str, object],
@@ -219,8 +253,9 @@ def _price_layouts(
         "their estimate with divisible sequences is slower than the best setting."
     )
     rows = [row for index in sorted(laid_out) for row in laid_out[index]]
-    rows.sort(key=lambda row: -row.tokens_per_s_per_gpu)
-    return PricedLayouts(rows=rows, num_layouts=len(laid_out))
+    # Of equally fast settings the one first that loses least where the framework's layout is not packed anew.
+    rows.sort(key=lambda row: (-row.tokens_per_s_per_gpu, row.packing_gain))
+    return PricedLayouts(rows=rows, num_layouts=len(laid_out), estimates=estimates)
 
 
 def _levers(
@@ -312,7 +347,7 @@ def _with_intervals(
 
 
 def _notes(options: TuneOptions, rows: list[TunedSetting], task: ShapeTask, posterior: Posterior) -> list[str]:
-    """Say which software was priced, what the other kind would give, and what lies outside the fitted runs."""
+    """Say which software was priced, what the other kind would give, and whether cluster and model were fitted."""
     software = posterior.likeliest.prior.software.name
     if options.pricing.known_step:
         sentences = [posterior.sentence(), *surprises(posterior)]
@@ -331,7 +366,39 @@ def _notes(options: TuneOptions, rows: list[TunedSetting], task: ShapeTask, post
             f"fastest, at {speeds[best]:,.0f} tokens/s/GPU."
         ]
     sentences += population_notes(task.model, task.hardware, software)
-    best_cp = options.parallel.with_words(context_parallel_size=rows[0].context_parallel_size)
-    sentences += population_cautions(best_cp, options.passes.seq_length, packed=True)
-    sentences += sink_cautions(task.model, packed_sequences=options.kernels.packed_sequences)
     return [*sentences, *filter(None, [task.hardware.assumption()])]
+
+
+def _cautions(options: TuneOptions, best: TunedSetting, task: ShapeTask, priced: PricedLayouts) -> list[str]:
+    """Return what published runs contradict of the best layout; if it has CP, also the fastest layout without."""
+    parallel = options.parallel.with_words(
+        context_parallel_size=best.context_parallel_size,
+        expert_model_parallel_size=best.expert_model_parallel_size,
+    )
+    sentences = population_cautions(parallel, options.passes.seq_length, packed=True)
+    is_chosen = not options.states("context_parallel_size")
+    if best.context_parallel_size > 1 and is_chosen and options.passes.seq_length is None:
+        other = _fastest_without_cp(task, priced)
+        if other is None:
+            sentences.append("no layout without context parallelism fits into memory.")
+        else:
+            longer = best.tokens_per_s_per_gpu / other.tokens_per_s_per_gpu - 1.0
+            sentences.append(
+                f"the fastest layout without context parallelism, {other.name} with {other.dispatcher} and "
+                f"micro-batches of {other.micro_batch_tokens:,} tokens, changes the step time by {longer:+.1%} in the "
+                "forecast with balanced routing."
+            )
+    return [*sentences, *sink_cautions(task.model, packed_sequences=options.kernels.packed_sequences)]
+
+
+def _fastest_without_cp(task: ShapeTask, priced: PricedLayouts) -> TunedSetting | None:
+    """Return the fastest setting without CP, of the `OF_EVERY_SIZE` best by estimate too; None where none fits."""
+    without_cp = [
+        index
+        for index in np.argsort(-priced.estimates, kind="stable").tolist()
+        if priced.estimates[index] > 0 and task.shapes[index].context_parallel_size == 1
+    ]
+    rows = [row for row in priced.rows if row.context_parallel_size == 1]
+    for index in without_cp[:OF_EVERY_SIZE]:
+        rows += task.settings_of(index)
+    return max(rows, key=lambda row: row.tokens_per_s_per_gpu, default=None)

@@ -64,9 +64,12 @@ class ShapeTask:
 
     def __call__(self, index: int) -> dict[str, object]:
         """Return the settings of a shape that fit into memory, as JSON values."""
+        return {"found": [asdict(row) for row in self.settings_of(index)]}
+
+    def settings_of(self, index: int) -> list[TunedSetting]:
+        """Return the settings of a shape that fit into memory, by ascending token budget."""
         shape = self.shapes[index]
-        settings = [asdict(self.priced(shape, setting, budget)) for budget, setting in self._fitting(shape)]
-        return {"found": settings}
+        return [self.priced(shape, setting, budget) for budget, setting in self._fitting(shape)]
 
     def estimated(self, index: int) -> float:
         """Return about the most tokens/s/GPU of a shape, 0 where no setting fits: micro-batches as if sequences could

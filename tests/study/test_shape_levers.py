@@ -21,7 +21,7 @@ from moe_rl.study.plan_and_price import make_plans, pricing_of
 from moe_rl.study.priced_setting import command_of, simulated_options
 from moe_rl.study.rl_options import TuneOptions
 from moe_rl.study.scenario import state_scenario
-from moe_rl.study.shape_levers import LAYERS, SampledRoutes, routes_like
+from moe_rl.study.shape_levers import LAYERS, SampledRoutes, compared_shapes, routes_like
 from moe_rl.study.tuned_batch import TunedBatch
 
 needs_core = pytest.mark.skipif(native_core() is None, reason="levers over an engine need the C++ core")
@@ -74,6 +74,31 @@ def test_shapes_are_laid_out_until_no_estimate_is_better(fast: int) -> None:
         assert sum(shapes[index].expert_ranks == size for index in laid_out) >= OF_EVERY_SIZE
     assert len(laid_out) < 30
     assert next_shapes(shapes, np.zeros(30), {}) == []  # none fits
+
+
+def test_of_equally_fast_budgets_the_one_that_needs_no_packing_is_compared() -> None:
+    """verl cuts the smaller budget's batch into two micro-batches; packed, both are one."""
+    small = setting_of(8, 1000.0, micro_batch_tokens=4136, packing_gain=1.9)
+    large = setting_of(8, 1000.0, packing_gain=1.02)
+    assert compared_shapes([small, large]) == compared_shapes([large, small]) == [large]
+
+
+def test_an_ep_size_that_is_compared_by_routes_has_no_other_percentage() -> None:
+    shapes = (levers_of(32, static=800, packing=1000), levers_of(8, static=700, packing=900))
+    settings = (setting_of(32, 1000.0), setting_of(8, 960.0), setting_of(4, 500.0, behind_fastest=(1.5, 2.5)))
+    found = Tuned(
+        model="m", cluster="h100", gpus=64, num_tokens=1, num_sequences=1, num_shapes=3, num_laid_out=3, num_alike=2,
+        settings=settings, levers=shapes,
+    )  # fmt: skip
+    said = found.sentences()
+    (of_8,) = (sentence for sentence in said if "EP8" in sentence)
+    assert "takes 11.1% longer" in of_8
+    assert sum("EP4" in sentence for sentence in said) == 1
+    # Without routes, balanced routing alone compares them.
+    assert any(
+        "EP8 is probably" in sentence or "EP8 is equally" in sentence or "with EP8" in sentence
+        for sentence in replace(found, levers=()).sentences()
+    )
 
 
 def test_routes_of_another_model_meet_as_those_of_the_trace() -> None:

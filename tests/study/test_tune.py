@@ -134,6 +134,37 @@ def test_the_command_draws_pastes_and_resumes(tmp_path: Path) -> None:
     assert again.out == ran.out
 
 
+def test_context_parallelism_is_left_out_where_no_sequence_needs_it() -> None:
+    """Published runs of packed sequences with CP took 5 to 16 times as long as predicted."""
+    asked = {
+        "model": "gpt-oss-20b", "gpus": 16, "num_samples": 64, "mean_length": 1000, "jobs": 1,
+        "expert_model_parallel_size": 8, "pipeline_model_parallel_size": 1, "micro_batch_tokens": 8192,
+    }  # fmt: skip
+    short = product.tune(**asked)
+    assert all(row.context_parallel_size == 1 for row in short.settings)
+    assert not any("context parallelism" in caution for caution in short.cautions)
+    stated = product.tune(**asked, context_parallel_size=2)
+    assert all(row.context_parallel_size == 2 for row in stated.settings)
+    head = str(stated).partition("tokens/s/GPU  80 %")[0]
+    assert "5 to 16 times as long as predicted" in head
+    assert "the fastest layout without" not in head  # which nobody searched
+
+
+@pytest.mark.lengthy
+def test_a_layout_with_context_parallelism_stands_below_its_warning(long_tail: Tuned) -> None:
+    """A sequence of 32,768 tokens alone on a GPU would make all others wait: CP is searched, and comes first."""
+    assert long_tail.best.context_parallel_size > 1
+    head = str(long_tail).partition("tokens/s/GPU  80 %")[0]
+    assert "5 to 16 times as long as predicted" in head
+    (without,) = re.findall(
+        r"the fastest layout without context parallelism, (.*?), changes the step time by (\S+)%", head
+    )
+    assert "CP" not in without[0]
+    assert float(without[1]) > 0
+    document = long_tail.as_json()
+    assert document["notes"][: len(long_tail.cautions)] == list(long_tail.cautions)
+
+
 def test_what_is_given_is_not_searched() -> None:
     found = product.tune(
         model="gpt-oss-20b", gpus=16, num_samples=64, mean_length=1000, expert_model_parallel_size=8, jobs=1,
