@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 
 from moe_rl.config import LoadedModel, load_model, override_model
 from moe_rl.core.errors import InvalidInputError, require
+from moe_rl.core.mappings import attributes
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.base import OURS
 from moe_rl.planner.registry import make_planner
-from moe_rl.report.tuning import ShapeLevers, TunedSetting
+from moe_rl.report.tuning import ALIKE, ParallelLayout, ShapeLevers, TunedSetting
 from moe_rl.simulators.coactivation import like
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.result import PolicyResult
@@ -217,14 +218,27 @@ def model_of_routes(options: TuneOptions) -> MoeModelSpec:
 def compared_shapes(rows: list[TunedSetting]) -> list[TunedSetting]:
     """Return the fastest setting of every EP size and dispatcher that levers may bring in front.
 
-    Of equally fast token budgets, the one whose layout by the framework is fastest: another one would make packing look
-    good. Example: a budget of 4,136 tokens packed into one micro-batch, which verl's rule cuts into two.
+    Of a shape's token budgets that differ by less than `ALIKE`, it has the one that is fastest without packing: another
+    one would make packing look good. Example: of micro-batches of 4,136 tokens moe-rl packs one, but verl's rule needs
+    two; of micro-batches of 8,192 tokens both make one.
     """
-    best, fastest = dict[tuple[int, str], TunedSetting](), max(row.tokens_per_s_per_gpu for row in rows)
-    for row in sorted(rows, key=lambda row: (-row.tokens_per_s_per_gpu, row.packing_gain)):
-        if row.tokens_per_s_per_gpu * SLOWEST >= fastest:
-            best.setdefault((row.expert_ranks, row.dispatcher), row)
-    return list(best.values())
+    fastest, most = dict[tuple[int, str], TunedSetting](), max(row.tokens_per_s_per_gpu for row in rows)
+    for row in sorted(rows, key=lambda row: -row.tokens_per_s_per_gpu):
+        if row.tokens_per_s_per_gpu * SLOWEST >= most:
+            fastest.setdefault((row.expert_ranks, row.dispatcher), row)
+    return [_least_packed(best, rows) for best in fastest.values()]
+
+
+def _least_packed(best: TunedSetting, rows: list[TunedSetting]) -> TunedSetting:
+    """Return the setting of the shape of `best`, and about as fast, that is fastest on the framework's layout."""
+    least_tokens_per_s = (1.0 - ALIKE) * best.tokens_per_s_per_gpu
+    shape = attributes(best, ParallelLayout.__slots__)
+    alike = [
+        row
+        for row in rows
+        if row.tokens_per_s_per_gpu >= least_tokens_per_s and attributes(row, ParallelLayout.__slots__) == shape
+    ]
+    return max(alike, key=lambda row: row.tokens_per_s_per_gpu / row.packing_gain)
 
 
 def require_routes(trace: object) -> RoutingTrace:

@@ -78,9 +78,12 @@ def test_shapes_are_laid_out_until_no_estimate_is_better(fast: int) -> None:
 
 def test_of_equally_fast_budgets_the_one_that_needs_no_packing_is_compared() -> None:
     """verl cuts the smaller budget's batch into two micro-batches; packed, both are one."""
-    small = setting_of(8, 1000.0, micro_batch_tokens=4136, packing_gain=1.9)
+    small = setting_of(8, 1010.0, micro_batch_tokens=4136, packing_gain=1.9)
     large = setting_of(8, 1000.0, packing_gain=1.02)
     assert compared_shapes([small, large]) == compared_shapes([large, small]) == [large]
+    slower = replace(large, tokens_per_s_per_gpu=950.0)
+    other_shape = replace(large, tensor_model_parallel_size=2)
+    assert compared_shapes([small, slower, other_shape]) == [small]
 
 
 def test_an_ep_size_that_is_compared_by_routes_has_no_other_percentage() -> None:
