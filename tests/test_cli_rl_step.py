@@ -142,6 +142,17 @@ def test_lengths_alone_make_a_step() -> None:
     assert same["forced_balance"]["speedup_vs_static"] == 1
 
 
+def test_bounds_of_several_guesses_stand_where_nobody_states_an_imbalance() -> None:
+    ran = moe_rl("rl-step", *FROM_LENGTHS, "--json", "-")
+    (note,) = [note for note in json.loads(ran.out)["notes"] if "there is no trace" in note]
+    bounds = re.findall(r"([\d.]+)x as fast with (\d\.\d)", note)
+    assert [imbalance for _, imbalance in bounds] == ["1.2", "1.5", "2.5"]
+    for bound, imbalance in bounds:
+        stated = json.loads(moe_rl("rl-step", *FROM_LENGTHS, "--imbalance", imbalance, "--json", "-").out)
+        assert float(bound) == pytest.approx(stated["policies"]["forced_balance"]["speedup_vs_static"], abs=5e-4)
+        assert not any("as fast with" in note for note in stated["notes"])
+
+
 @pytest.mark.parametrize(
     ("imbalance", "title"),
     [

@@ -100,7 +100,8 @@ def _launched(
     from moe_rl.study.launch import OF_SHARE, launch_options
 
     sizes = merge_options(schema, {name: typed[name] for name in OF_SHARE}, config).parallel
-    stated = {name: getattr(sizes, name) for name in OF_SHARE if name in sizes.model_fields_set}
+    typed = {name: value for name, value in typed.items() if value is not None}
+    stated = typed | {name: getattr(sizes, name) for name in OF_SHARE if name in sizes.model_fields_set}
     options, sentences = launch_options(files, schema, stated=stated, has_trace=has_trace)
     say_notes(sentences)
     return options

@@ -106,15 +106,19 @@ class BatchFacts:
         """Sequences of an optimizer step: those of the whole step of RL where the files cut it into no mini-batches."""
         return self.samples_per_update or _product(self.prompts_per_update, self.samples_per_prompt) or self.samples
 
+    @property
+    def longest_sample(self) -> int | None:
+        """Tokens of the longest sample; without the prompt where the files say nothing of it."""
+        if self.sequence_length is not None or self.response_length is None:
+            return self.sequence_length
+        return self.response_length + (self.prompt_length or 0)
+
     def micro_batch_tokens(self, context_parallel_size: int) -> int | None:
         """Return the token budget of a data-parallel rank's micro-batch: given, or of so many longest sequences."""
         stated_tokens = self.tokens or _product(self.tokens_per_gpu, context_parallel_size)
         if stated_tokens is not None and self.budget_is_used != 0:
             return stated_tokens
-        tokens_per_sequence = None
-        if self.response_length is not None:
-            tokens_per_sequence = self.response_length + (self.prompt_length or 0)
-        return _product(self.micro_batch_size, self.sequence_length or tokens_per_sequence)
+        return _product(self.micro_batch_size, self.longest_sample)
 
 
 def _product(factor: int | None, other: int | None) -> int | None:

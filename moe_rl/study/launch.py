@@ -63,8 +63,9 @@ def launch_options(
     is absent: its default holds. So is one with a value that is not priced, which a note names.
 
     Of the run's batch, a simulation gets the part of its own GPUs: `gpus` of the `stated` options (--gpus), else as few
-    EP groups as hold whole data-parallel ranks, of the sizes that are stated (`OF_SHARE`) or else the files'. A layout
-    search gets the whole batch. Without a trace, the model is the one that the files name.
+    EP groups as hold whole data-parallel ranks, of the sizes that are stated (`OF_SHARE`) or else the files'. Of other
+    stated options the note alone knows: they win over the files'. A layout search gets the whole batch. Without a
+    trace, the model is the one that the files name.
     """
     run = interpret(read_run(list(files)))
     share = 1.0 if schema.of_all_gpus else _simulated_share(run, stated)
@@ -75,11 +76,14 @@ def launch_options(
         options_of_files["routes_from"] = plan_routes
     if model and not has_trace:
         options_of_files = {"model": model, **options_of_files}
+    if not has_trace and run.batch.longest_sample:
+        options_of_files["max_length"] = run.batch.longest_sample
     priced, left_out = _priced({name: value for name, value in options_of_files.items() if name in words_of(schema)})
     file_names = ", ".join(path.name for path in files)
     sentences = [f"{file_names} sets no option that affects the prediction."]
     if priced:
-        sentences = [f"from {file_names} ({run.settings.framework}): {_listed(priced)}."]
+        read = {name: f"{_word(value)} (not used)" if name in stated else value for name, value in priced.items()}
+        sentences = [f"from {file_names} ({run.settings.framework}): {_listed(read)}."]
     for name, sentence in run.undecided.items():
         if name in SAME_NAME or name in OTHER_NAME:
             sentences.append(f"{file_names}: {sentence}")
@@ -87,7 +91,7 @@ def launch_options(
     if plan_sentence and "routes_from" in priced:
         sentences.append(f"{file_names}: {plan_sentence}")
     sentences += run.conditions
-    if model and has_trace:
+    if model and has_trace and "model" not in stated:
         sentences.append(
             f"{file_names} trains {model}, but the model of the trace is simulated. To simulate {model}, set --model."
         )

@@ -50,6 +50,8 @@ from moe_rl.study.shown import SHOWN
 from moe_rl.study.traces import TraceLike
 
 FORCED = "forced_balance"
+# What the bounds of a run are given for that nobody has measured: an even one, and those of the recipes' table.
+GUESSED_IMBALANCES = (1.2, 1.5, 2.5)
 # A planned sync is worth a word from two per cent of a step on.
 WORTH_SAYING = 1.02
 logger = logging.getLogger(__name__)
@@ -377,6 +379,26 @@ def _of_lengths(options: RlStepOptions) -> TrainingPasses:
     )
 
 
+def _imbalance_note(options: RlStepOptions) -> str:
+    """Say what figures without a trace rest on; if nobody stated the imbalance, with the bounds of several guesses."""
+    if options.states("imbalance"):
+        return (
+            f"there is no trace: with static placement, the busiest rank gets {options.trainer.imbalance:g} times the "
+            "mean number of token-expert pairs (--imbalance). forced_balance shows the most that balancing can gain."
+        )
+    bounds = []
+    for imbalance in GUESSED_IMBALANCES:
+        guess = options.with_words(imbalance=imbalance)
+        steps = RlPoint.of(_of_lengths(guess).with_known_step(guess), guess).steps
+        speedup = steps["static"].step_time_s / steps[FORCED].step_time_s
+        bounds.append(f"{speedup:.3f}x as fast with {imbalance:g}")
+    return (
+        f"there is no trace, so the imbalance (load of the busiest rank over the mean) is a guess, "
+        f"{options.trainer.imbalance:g}. At most, the RL step is {', '.join(bounds)}. MOE_RL=observe measures the "
+        "imbalance of a run: set --imbalance."
+    )
+
+
 def rl_notes(options: RlStepOptions, passes: TrainingPasses, *, of_lengths: bool) -> list[str]:
     """Return what a reader must know beside the numbers."""
     software = passes.posterior.likeliest.prior.software.name
@@ -387,11 +409,7 @@ def rl_notes(options: RlStepOptions, passes: TrainingPasses, *, of_lengths: bool
     sentences += filter(None, [load_cluster(options.pricing.cluster).assumption()])
     sentences += _unbalanced_notes(options.rl_setting(passes.train_gpus, passes.costs.framework_share))
     if of_lengths:
-        sentences.append(
-            f"there is no trace: with static placement, the busiest rank gets {options.trainer.imbalance:g} times "
-            "the mean number of token-expert pairs (--imbalance). forced_balance shows the most that balancing "
-            "can gain."
-        )
+        sentences.append(_imbalance_note(options))
     if options.rollout.rollout_tokens_per_s is None:
         sentences.append(
             "the time of the rollout is predicted. If you have measured its rate, set --rollout-tokens-per-s."

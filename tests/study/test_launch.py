@@ -330,6 +330,9 @@ def test_a_reference_pass_is_counted_where_loss_or_reward_needs_it(
         ("--colocate --sglang-enable-dp-attention", {"rollout_dp_attention": True}),
         ("--colocate --hf-checkpoint $M/Qwen3-30B-A3B-FP8", {"model": "qwen3-30b-a3b", "rollout_precision": "fp8"}),
         ("--colocate --use-rollout-logprobs", {"old_log_prob_passes": 0}),
+        ("--colocate --rollout-max-response-len 8192", {"max_length": 8192}),
+        ("--colocate --rollout-max-response-len 8192 --rollout-max-prompt-len 1024", {"max_length": 9216}),
+        ("--colocate --rollout-max-response-len 8192 --rollout-max-context-len 9000", {"max_length": 9000}),
     ],
 )
 def test_slime_says_how_its_engines_run_and_which_passes_it_has(
@@ -339,7 +342,8 @@ def test_slime_says_how_its_engines_run_and_which_passes_it_has(
     path.write_text(SLIME.replace("--use-dynamic", f"{more} --use-dynamic"))
     found, _ = launch_options([path], RlStepOptions, has_trace=False)
     assert {name: found[name] for name in expected} == expected
-    names = ("rollout_gpus", "rollout_dp_attention", "rollout_precision", "old_log_prob_passes")
+    assert "max_length" not in launch_options([path], RlStepOptions)[0], "a trace has its own lengths"
+    names = ("rollout_gpus", "rollout_dp_attention", "rollout_precision", "old_log_prob_passes", "max_length")
     assert not [name for name in names if name in found and name not in expected]
 
 
@@ -386,6 +390,15 @@ def test_a_model_that_the_files_name_is_pointed_to(tmp_path: Path) -> None:
     path.write_text(VERL.format(more="actor_rollout_ref.model.path=/models/Qwen3-30B-A3B"))
     _, notes = launch_options([path])
     assert any("To simulate qwen3-30b-a3b, set --model" in note for note in notes)
+
+
+def test_a_stated_option_wins_over_the_files_and_the_note_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(VERL.format(more="actor_rollout_ref.model.path=/models/Qwen3-30B-A3B"))
+    found, notes = launch_options([path], stated={"model": "qwen3-30b-a3b", "expert_model_parallel_size": 4})
+    assert "expert_model_parallel_size 2 (not used)" in notes[0]
+    assert found["expert_model_parallel_size"] == 2, "whoever merges the options lets the stated ones win"
+    assert not any("set --model" in note for note in notes)
 
 
 def test_a_step_of_rl_is_read(tmp_path: Path) -> None:
