@@ -8,7 +8,7 @@ from moe_rl.cli.attach_memory import memory_sentences, ranks_of_ep_group, ranks_
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor.diagnosis import Finding
 from moe_rl.frameworks import FRAMEWORKS
-from moe_rl.frameworks.run_settings import OBSERVE, PREFIX, SWITCH, settings_from_environment
+from moe_rl.frameworks.run_settings import OBSERVE, PREFIX, SWITCH, settings_from_environment, switches_on
 from moe_rl.launch.ray_job import RayJob
 from moe_rl.launch.readers import READERS
 from moe_rl.launch.settings import ReadRun, RunSettings
@@ -127,10 +127,10 @@ def _lines(run: ReadRun) -> Iterator[str]:
     for line in FRAMEWORKS[settings.framework].lines:
         if line.startswith("--"):
             yield _argument(run, line)
-        elif line.startswith("export") and switch is not None:
+        elif switches_on(line) and switch is not None:
             yield _present_switch(switch)
-        elif line.startswith("export"):
-            yield from _switch(run, line)
+        elif switches_on(line):
+            yield from _switch(run)
         elif run.runs_by_uv:
             yield f"uv {line}   (into the environment that `uv run` uses for driver and workers)"
         else:
@@ -161,19 +161,23 @@ def _present_switch(switch: Text) -> str:
     return f"nothing for MOE_RL: {where} sets it to {switch.text}{first}"
 
 
-def _switch(run: ReadRun, line: str) -> Iterator[str]:
-    """Yield how the workers get MOE_RL: by the line of the adapter, or by the runtime environment of a Ray job."""
-    job = run.ray_job
-    if job is None and run.launch_file:
-        yield f"{line}   (in {run.launch_file}, above the command that starts the training)"
-    elif job is None and run.settings.framework in BY_RAY_WORKERS:
+def _switch(run: ReadRun) -> Iterator[str]:
+    """Yield how the workers get MOE_RL: by an exported variable, or by the runtime environment of a Ray job."""
+    job, by_ray = run.ray_job, run.settings.framework in BY_RAY_WORKERS
+    export = f"export {SWITCH}={OBSERVE}"
+    if job is None and by_ray and run.launch_file:
+        place = f"in env_vars of the Ray job's runtime environment; {run.launch_file} has no `ray job submit`"
+        yield f'"{SWITCH}": "{OBSERVE}"   ({place})'
+    elif job is None and by_ray:
         yield f'"{SWITCH}": "{OBSERVE}"   (in extra_env_vars of execute_train, or in env_vars of the Ray job)'
+    elif job is None and run.launch_file:
+        yield f"{export}   (in {run.launch_file}, above the command that starts the training)"
     elif job is None:
-        yield f"{line}   (above the command that starts the training)"
+        yield f"{export}   (above the command that starts the training)"
     else:
         yield _line_of_job(job)
-        late = f"no `{line}`: after `ray start`, it reaches no worker"
-        if run.settings.framework in BY_RAY_WORKERS:
+        late = "do not use `export`: after `ray start`, it reaches no worker"
+        if by_ray:
             late += ", and before `ray start` only those of the head node"
         yield late
 
@@ -293,11 +297,12 @@ def _undo(run: ReadRun) -> str:
     layout = "Checkpoints always have Megatron's layout"
     if run.settings.framework not in BY_VARIABLE:
         return "balancer.detach(). Checkpoints saved inside balancer.canonical() have Megatron's layout"
-    if run.ray_job is None and run.launch_file:
+    by_ray = run.settings.framework in BY_RAY_WORKERS
+    if run.ray_job is None and run.launch_file and not by_ray:
         return f"unset MOE_RL (or create the file that MOE_RL_UNTIL names). {layout}"
     flags = ""
-    if run.settings.framework in BY_RAY_WORKERS:
-        flags = "; the two flags may stay"
+    if by_ray:
+        flags = "; the two flags may stay as long as moe_rl is installed"
     return (
         f"delete MOE_RL from the runtime environment and restart{flags}. To stop balancing without a restart, set "
         f"MOE_RL_UNTIL=/shared/off in the same place before the start, and create that file. {layout}"

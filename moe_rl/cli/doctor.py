@@ -69,6 +69,7 @@ def attach_steps(diagnosis: Diagnosis) -> "tuple[Step, ...]":
 def print_adapter(name: str, json_path: Path | None) -> None:
     """Print whether a framework's adapter fits the installation, and the lines to write; this imports the adapter."""
     from moe_rl.frameworks import FRAMEWORKS
+    from moe_rl.frameworks.run_settings import switches_on
 
     framework = FRAMEWORKS[name]
     report = framework.report()
@@ -81,7 +82,7 @@ def print_adapter(name: str, json_path: Path | None) -> None:
         console.print("Write:")
         for line in framework.lines:
             console.print(f"    {line}")
-        if "export MOE_RL=observe" in framework.lines:
+        if any(switches_on(line) for line in framework.lines):
             console.print("With `observe`, nothing moves. If the metrics show a gain, replace `observe` with `moe-rl`.")
 
     rows = [{"what": sentence, "as_expected": good} for sentence, good in report]

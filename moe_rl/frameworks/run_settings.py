@@ -42,6 +42,11 @@ OBSERVE = "observe"
 ELSEWHERE = ("MOE_RL_NATIVE", "MOE_RL_ROUTES", "MOE_RL_REQUIRE_NATIVE", "MOE_RL_TEST_", "MOE_RL_BENCH_")
 
 
+def switches_on(line: str) -> bool:
+    """Return whether a line that a user writes sets `MOE_RL` to `observe`, in a shell or in JSON."""
+    return f"{SWITCH}={OBSERVE}" in line or f'{SWITCH}\\": \\"{OBSERVE}' in line
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Until:
     """When a run that is balanced switches that off, between two updates: one of the two."""

@@ -32,7 +32,7 @@ def test_slimes_arguments_are_put_beside_one_that_the_script_has() -> None:
     lines = sentences(SLIME, FIXTURES / "slime" / "models" / "qwen3_moe.sh")["write"]
     assert "--custom-megatron-init-path moe_rl.frameworks.slime.attach.init" in lines
     assert "`--expert-model-parallel-size 4` (train_fp8.sh:17)" in lines
-    assert "MOE_RL=observe" in lines
+    assert '\\"MOE_RL\\": \\"observe\\",   (a new line below train_fp8.sh:54;' in lines
 
 
 def slime(folder: Path, arguments: str) -> str:
@@ -45,6 +45,8 @@ def test_arguments_that_the_script_has_are_not_to_be_added_again(tmp_path: Path)
     init, step = "--custom-megatron-init-path", "--custom-megatron-before-train-step-hook-path"
     hooks = "moe_rl.frameworks.slime.attach"
     write = slime(tmp_path, f"{init} {hooks}.init\n{step} {hooks}.before_train_step")
+    assert '"MOE_RL": "observe"   (in env_vars of the Ray job' in write
+    assert "export" not in write
     assert f"nothing for {init}: run.sh:2 has it" in write
     assert f"nothing for {step}: run.sh:3 has it" in write
     assert "(to the arguments" not in write

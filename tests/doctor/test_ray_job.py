@@ -137,7 +137,10 @@ def test_an_exported_variable_that_the_json_takes_is_a_switch(tmp_path: Path) ->
 
 def test_undoing_is_deleting_the_variable_where_it_is_set(tmp_path: Path) -> None:
     undo = steps_of(written(tmp_path, JSONS["escaped, several lines"]))["undo"]
-    assert "delete MOE_RL from the runtime environment and restart; the two flags may stay" in undo
+    assert (
+        "delete MOE_RL from the runtime environment and restart; the two flags may stay as long as moe_rl is installed"
+        in undo
+    )
     assert "MOE_RL_UNTIL=/shared/off in the same place before the start" in undo
 
 

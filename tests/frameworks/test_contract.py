@@ -135,10 +135,15 @@ def test_what_cannot_be_balanced_goes_on_or_stops(caplog: pytest.LogCaptureFixtu
         unbalanced("verl", error, strict=True)
 
 
-def test_the_doctor_says_that_a_framework_is_absent() -> None:
-    said = moe_rl("doctor", "--framework", "slime")
+@pytest.mark.parametrize("name", ["slime", "miles"])
+def test_the_doctor_says_that_a_framework_is_absent_and_what_to_write(name: str) -> None:
+    """An exported variable does not reach all workers of a Ray job."""
+    said = moe_rl("doctor", "--framework", name)
     assert said.code == 1
-    assert "NOT  slime (package slime) is not installed." in said.out
+    assert f"NOT  {name} (package {name}) is not installed." in said.out
+    assert '\\"MOE_RL\\": \\"observe\\",   (a new line in RUNTIME_ENV_JSON' in said.out
+    assert "export" not in said.out
+    assert "With `observe`, nothing moves." in said.out
 
 
 def test_an_adapter_to_an_absent_framework_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
