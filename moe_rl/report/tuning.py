@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
@@ -14,6 +14,9 @@ from moe_rl.report.curves import Axes, Line, Point, line_chart
 from moe_rl.report.html import render_picture, save_as
 from moe_rl.report.svg import standalone
 from moe_rl.report.units import format_count, largest_shares, spaced
+
+if TYPE_CHECKING:
+    from moe_rl.report.size_comparison import SizeComparison
 
 BEST = 10
 # Of settings whose forecasts differ by less the simplest comes first. Whether two settings can be told apart is a
@@ -95,6 +98,11 @@ class TunedSetting(ParallelLayout):
     def __post_init__(self) -> None:
         ParallelLayout.__post_init__(self)
         object.__setattr__(self, "recompute", Recompute(self.recompute))
+
+    @property
+    def shape(self) -> ParallelLayout:
+        """The layout alone."""
+        return ParallelLayout(**attributes(self, ParallelLayout.__slots__))
 
     @property
     def told_apart(self) -> bool:
@@ -303,6 +311,8 @@ class Tuned:
     """What was done to get the sequences, as `batch_words` says it."""
     levers: tuple[ShapeLevers, ...] = ()
     """With routes: the fastest setting of every EP size and dispatcher with an engine and levers, fastest first."""
+    comparison: "SizeComparison | None" = None
+    """Every EP size beside the setting that the run has today."""
     cautions: tuple[str, ...] = ()
     """What published runs of the best layout's kind contradict; stands above the figures."""
     notes: tuple[str, ...] = ()
@@ -329,6 +339,8 @@ class Tuned:
         if self.levers:
             trains = f"With balanced routing, {trains}"
         sentences = [*self.sentences_of_levers(), trains]
+        if self.comparison is not None:
+            sentences = [*self.comparison.sentences(), *sentences]
         if self.num_alike > 1:
             sentences.append(
                 f"{self.num_alike} settings are equally fast within the error of the forecast: the 80 % interval of "
@@ -405,6 +417,8 @@ class Tuned:
         document = {"schema": "moe_rl.tune/1", **facts, "settings": rows, "notes": [*self.cautions, *self.notes]}
         if self.levers:
             document["levers"] = [shape.as_json() for shape in self.levers]
+        if self.comparison is not None:
+            document["current"] = self.comparison.as_json()
         return document
 
     def __str__(self) -> str:
@@ -420,6 +434,8 @@ class Tuned:
             levers = ["", self.table_of_levers()]
         else:
             levers = []
+        if self.comparison is not None:
+            levers = ["", str(self.comparison), *levers]
         notes = [f"note: {note}" for note in self.notes]
         cautions = [f"warning: {caution}" for caution in self.cautions]
         return "\n".join([*self._title(), *cautions, head, *rows, *levers, "", *self.sentences(), *notes])

@@ -133,3 +133,4 @@ class TuneOptions(LengthOptions):
     of_all_gpus: ClassVar[bool] = True
     parallel: TunedParallel = TunedParallel()
     routes_like: str | None = None
+    current: Names = Field(default=[])

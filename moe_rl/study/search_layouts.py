@@ -35,6 +35,7 @@ from moe_rl.replay import concatenate
 from moe_rl.report.tuning import ALIKE, SIZES, ParallelLayout, ShapeLevers, Tuned, TunedSetting
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.study.conditions import chosen_by
+from moe_rl.study.current_setting import SizeComparer, current_setting
 from moe_rl.study.executors import Executor
 from moe_rl.study.intervals import around
 from moe_rl.study.known_steps import KnownMemory, posterior_of, priors_of, surprises
@@ -44,7 +45,7 @@ from moe_rl.study.population import check_population, population_cautions, popul
 from moe_rl.study.priced_setting import levers_on_all_layers
 from moe_rl.study.rl_options import TuneOptions
 from moe_rl.study.scenario import Progress, open_trace_of_model
-from moe_rl.study.shape_levers import SampledRoutes, compared_shapes, levers_of, routes_like
+from moe_rl.study.shape_levers import SampledRoutes, ShapeSample, compared_shapes, routes_like
 from moe_rl.study.shape_task import RECOMPUTE, ShapeTask
 from moe_rl.study.sweep_file import finish_points
 from moe_rl.study.traces import TraceLike, digest_of, open_for_model, routes_of_step
@@ -96,6 +97,10 @@ def tune(
     Settings as fast as the fastest (`ALIKE`) come first, those with fewer kinds of parallelism before the others.
     Raises `InvalidInputError` where no setting fits into memory.
     """
+    require(
+        not options.current or trace is not None or options.routes_like is not None,
+        "--current compares settings by routes: give a trace, or --routes-like.",
+    )
     model, batch = TunedBatch.of(trace, options)
     hardware = load_cluster(options.pricing.cluster)
     check_population(options.memory)
@@ -107,6 +112,7 @@ def tune(
     shapes = _shapes_to_search(options, model, hardware, base, given)
     require(len(shapes) > 0, f"no parallel layout of {model.name!r} uses exactly {options.parallel.gpus} GPUs{listed}.")
     task = _shape_task(options, shapes, model, hardware, base, batch.lengths, tell)
+    today = current_setting(options, task) if options.current else None
 
     settings = {
         "moe_rl_version": __version__,
@@ -127,12 +133,24 @@ def tune(
     # A simpler layout has less to go wrong, and not all of what it saves is priced: the launches of a tensor-parallel
     # group are not (GPT-OSS-20B: 5 x 24 collectives of some 25 us in a micro-batch, 0.5 % of a step of 3 s).
     rows[:num_tied] = sorted(rows[:num_tied], key=lambda row: row.num_kinds)
-    levers = _levers(rows, trace, options, model, task, batch, progress)
+    sampled = _sampled_routes(trace, options, model, batch.lengths)
+    levers = _levers(rows, trace, options, sampled, task, batch, progress)
     best = levers[0].setting if levers else rows[0]
+    comparison = None
+    if today is not None:
+        if sampled is None:
+            raise InvalidInputError("--current compares settings by routes, but the trace contains only counts.")
+        progress("comparing with today's setting", 0, 1)
+        comparer = SizeComparer(options=options, task=task, posterior=posterior, sampled=sampled, lengths=batch.lengths)
+        levers_today = comparer.sample_of(today).levers()
+        if trace is not None and options.routes_like is None:
+            levers_today = _on_all_layers(levers_today, trace, options, batch)
+        comparison = comparer.compare(levers_today, levers)
     return Tuned(
         model=model.name, cluster=hardware.name, gpus=task.gpus, num_tokens=int(batch.lengths.sum()),
         num_sequences=len(batch.lengths), batch=batch.words, num_shapes=len(task.shapes),
         num_laid_out=priced.num_layouts, num_alike=num_alike, settings=tuple(rows), levers=levers,
+        comparison=comparison,
         cautions=tuple(_cautions(options, best, task, priced)),
         notes=tuple(_notes(options, rows, task, posterior)),
     )  # fmt: skip
@@ -262,7 +280,7 @@ def _levers(
     rows: list[TunedSetting],
     trace: TraceLike | None,
     options: TuneOptions,
-    model: MoeModelSpec,
+    sampled: SampledRoutes | None,
     task: ShapeTask,
     batch: TunedBatch,
     progress: Progress,
@@ -272,24 +290,28 @@ def _levers(
     All are priced on a sample of layers. The one in front is priced on all of them where a trace has its own routes;
     if that brings another one in front, it is priced so, too. Empty without routes.
     """
-    sampled = _sampled_routes(trace, options, model, batch.lengths)
     if sampled is None:
         return ()
     compared, shapes = compared_shapes(rows), list[ShapeLevers]()
     for index, row in enumerate(compared):
         progress(f"levers of {row.name}", index, len(compared))
-        shapes.append(levers_of(row, sampled, options, lengths=task.lengths, room=task.free_slots(row)))
+        sample = ShapeSample.of(row, sampled, options, lengths=task.lengths, room=task.free_slots(row))
+        shapes.append(sample.levers())
     shapes.sort(key=lambda shape: -shape.fastest)
     if trace is None or options.routes_like is not None:
         return tuple(shapes)
-    on_all_layers = partial(
-        levers_on_all_layers, trace=trace, options=options, num_tokens=int(batch.lengths.sum()), batch=batch.kind
-    )
     while not shapes[0].command:
         progress(f"{shapes[0].setting.name} on all layers", 0, 1)
-        shapes[0] = on_all_layers(shapes[0])
+        shapes[0] = _on_all_layers(shapes[0], trace, options, batch)
         shapes.sort(key=lambda shape: -shape.fastest)
     return tuple(shapes)
+
+
+def _on_all_layers(shape: ShapeLevers, trace: TraceLike, options: TuneOptions, batch: TunedBatch) -> ShapeLevers:
+    """Return a setting's levers as `simulate` prices them, with the command that prints them."""
+    return levers_on_all_layers(
+        shape, trace=trace, options=options, num_tokens=int(batch.lengths.sum()), batch=batch.kind
+    )
 
 
 def _sampled_routes(

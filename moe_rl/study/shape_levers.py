@@ -10,6 +10,7 @@ long as its forced balance, the step takes 1 + 9 x 1.2 = 11.8 s.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +19,15 @@ from numpy.typing import NDArray
 
 from moe_rl.config import LoadedModel, load_model, override_model
 from moe_rl.core.errors import InvalidInputError, require
-from moe_rl.core.mappings import attributes
+from moe_rl.core.mappings import subset
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.plan import Plan
+from moe_rl.core.software import SoftwareCosts
+from moe_rl.core.topology import HardwareSpec
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.base import OURS
 from moe_rl.planner.registry import make_planner
-from moe_rl.report.tuning import ALIKE, ParallelLayout, ShapeLevers, TunedSetting
+from moe_rl.report.tuning import ALIKE, LEVERS, ShapeLevers, TunedSetting
 from moe_rl.simulators.coactivation import like
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.result import PolicyResult
@@ -32,7 +35,7 @@ from moe_rl.simulators.synthetic import PRESET_B, SequenceModel, synthetic_trace
 from moe_rl.study.options import DRAWN
 from moe_rl.study.plan_and_price import pricing_of
 from moe_rl.study.rl_options import TuneOptions
-from moe_rl.study.scenario import Scenario, state_scenario
+from moe_rl.study.scenario import Scenario, Simulate, state_scenario
 from moe_rl.yaml_files import FROM_TRACE
 
 LAYERS = 4
@@ -106,46 +109,91 @@ def routes_like(trace: RoutingTrace, spec: MoeModelSpec, lengths: NDArray[np.int
     return drawn.select(np.flatnonzero(drawn.sequence_lengths <= lengths.max()))
 
 
-def levers_of(
-    row: TunedSetting, sampled: SampledRoutes, options: TuneOptions, *, lengths: NDArray[np.int64], room: int
-) -> ShapeLevers:
-    """Return tokens/s/GPU of a setting under static placement, an engine, packing, homes and resident copies.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeSample:
+    """The sample of a setting with the plan of every lever, ready to be priced."""
 
-    `room`: resident slots for which the setting leaves memory.
-    """
-    engine = ENGINES.get(row.dispatcher)
-    if options.slots.has_domain_engine:
-        engine = options.slots.domain_balance
-    scenario = state_scenario(
-        sampled.trace, _sample_options(row, options, lengths), lambda *_: None, model=sampled.model
-    )
-    several = scenario.topology.num_nodes > 1
-    if several and options.slots.resident_slots == 0:
-        slots = min(room, SLOTS_TRIED)
-    else:
-        slots = row.resident_slots
-    share = min(1.0, scenario.problem.load.num_micro_batches / row.num_micro_batches)
-    ratios = _ratios(scenario, engine, slots, share)
-    unrouted = sum(row.parts.get(name, 0.0) for name in UNROUTED)
-    # `simulate` counts tokens that have a route: of 21 tokens of a short sequence, the last has none.
-    balanced = row.tokens_per_s_per_gpu * float(scenario.batch.load.tokens.sum()) / scenario.batch.num_tokens
+    row: TunedSetting
+    scenario: Scenario
+    engine: str | None
+    resident_slots: int
+    share: float
+    """Of a step's micro-batches: the sample bears so much of what moves once per step."""
+    plans: Mapping[str, Plan]
+    """By lever; packing, which is priced by lengths, has none."""
+    simulate: Simulate
+    """Prices the plans."""
 
-    def speed(plan: str, *, packed: bool) -> float:
-        step = unrouted + (1.0 - unrouted) * ratios[plan]
-        if packed:
-            return balanced / step
-        return balanced / step / row.packing_gain
+    @classmethod
+    def of(
+        cls, row: TunedSetting, sampled: SampledRoutes, options: TuneOptions, *, lengths: NDArray[np.int64], room: int
+    ) -> "ShapeSample":
+        """Plan static placement, an engine, homes and resident copies of a setting.
 
-    speeds = {"static": speed("static", packed=False)}
-    if engine is not None:
-        speeds["engine"] = speed("engine", packed=False)
-    speeds["packing"] = speed(list(speeds)[-1], packed=True)
-    speeds["homes"] = speed("homes", packed=True)
-    if slots:
-        speeds["resident copies"] = speed("residents", packed=True)
-    if engine is not None:
-        speeds["moe-rl replicas"] = speed("own", packed=True)
-    return ShapeLevers(setting=row, engine=engine, resident_slots=slots, speeds=speeds)
+        `room`: resident slots for which the setting leaves memory.
+        """
+        engine = ENGINES.get(row.dispatcher)
+        if options.slots.has_domain_engine:
+            engine = options.slots.domain_balance
+        scenario = state_scenario(
+            sampled.trace, _sample_options(row, options, lengths), lambda *_: None, model=sampled.model
+        )
+        several = scenario.topology.num_nodes > 1
+        if several and options.slots.resident_slots == 0:
+            slots = min(room, SLOTS_TRIED)
+        else:
+            slots = row.resident_slots
+        share = min(1.0, scenario.problem.load.num_micro_batches / row.num_micro_batches)
+        plans = _plans(scenario, engine, slots, share)
+        simulate, _ = pricing_of(scenario, plans)
+        return cls(
+            row=row, scenario=scenario, engine=engine, resident_slots=slots, share=share, plans=plans,
+            simulate=simulate,
+        )  # fmt: skip
+
+    def slowdowns(
+        self, hardware: HardwareSpec | None = None, software: SoftwareCosts | None = None
+    ) -> dict[str, float]:
+        """Return the step by lever over the balanced, packed step; under other constants where they are given."""
+        setting = self.scenario.training_step.setting
+        if software is not None:
+            setting = replace(setting, software=software)
+        result = self.simulate(setting, hardware)
+        balanced_s = _routed_s(result.forced_balance, self.share)
+        unrouted = sum(self.row.parts.get(name, 0.0) for name in UNROUTED)
+
+        def slowdown(plan: str, *, packed: bool) -> float:
+            step = unrouted + (1.0 - unrouted) * _routed_s(result.policies[plan], self.share) / balanced_s
+            if packed:
+                return step
+            return step * self.row.packing_gain
+
+        slowdowns = dict[str, float]()
+        for lever in LEVERS:
+            plan = self.plan_of(lever)
+            if plan in self.plans:
+                slowdowns[lever] = slowdown(plan, packed=lever not in ("static", "engine"))
+        return slowdowns
+
+    def plan_of(self, lever: str) -> str:
+        """Return the name of the plan under which a lever is priced: packing has that of the lever before it."""
+        if lever != "packing":
+            return lever
+        return "static" if self.engine is None else "engine"
+
+    def with_levers_only(self, *levers: str) -> "ShapeSample":
+        """Return the sample with the plans of these levers alone, which are priced sooner."""
+        plans = subset(self.plans, {self.plan_of(lever) for lever in levers})
+        simulate, _ = pricing_of(self.scenario, plans)
+        return replace(self, plans=plans, simulate=simulate)
+
+    def levers(self) -> ShapeLevers:
+        """Return tokens/s/GPU of the setting by lever."""
+        batch = self.scenario.batch
+        # `simulate` counts tokens that have a route: of 21 tokens of a short sequence, the last has none.
+        balanced = self.row.tokens_per_s_per_gpu * float(batch.load.tokens.sum()) / batch.num_tokens
+        speeds = {lever: balanced / slowdown for lever, slowdown in self.slowdowns().items()}
+        return ShapeLevers(setting=self.row, engine=self.engine, resident_slots=self.resident_slots, speeds=speeds)
 
 
 def _sample_options(row: TunedSetting, options: TuneOptions, lengths: NDArray[np.int64]) -> TuneOptions:
@@ -182,24 +230,18 @@ def _sample_options(row: TunedSetting, options: TuneOptions, lengths: NDArray[np
     return options.with_words(**changed)
 
 
-def _ratios(scenario: Scenario, engine: str | None, slots: int, share: float) -> dict[str, float]:
-    """Return the step of every plan over the step of forced balance, in the sample.
-
-    The sample is a `share` of a step's micro-batches: it bears so much of what moves once per step.
-    """
+def _plans(scenario: Scenario, engine: str | None, slots: int, share: float) -> dict[str, Plan]:
+    """Return the plan of every lever in the sample."""
     problem = replace(scenario.problem, steps_served=max(1, round(1 / share)), updates=share)
     over = replace(problem, domain_balance=engine or OURS)
     ours = make_planner("moe-rl", pack=False)
     plans: dict[str, Plan] = {"static": make_planner("static").plan(problem), "homes": ours.plan(over)}
     if slots:
-        plans["residents"] = ours.plan(replace(over, resident_slots=slots))
+        plans["resident copies"] = ours.plan(replace(over, resident_slots=slots))
     if engine is not None:
         plans["engine"] = make_planner("ultraep" if engine == "engine:ultraep" else "moonep").plan(problem)
-        plans["own"] = ours.plan(replace(problem, resident_slots=slots))
-    simulate, _ = pricing_of(scenario, plans)
-    result = simulate(scenario.training_step.setting)
-    balanced = _routed_s(result.forced_balance, share)
-    return {name: _routed_s(policy, share) / balanced for name, policy in result.policies.items()}
+        plans["moe-rl replicas"] = ours.plan(replace(problem, resident_slots=slots))
+    return plans
 
 
 def _routed_s(policy: PolicyResult, share: float) -> float:
@@ -232,12 +274,7 @@ def compared_shapes(rows: list[TunedSetting]) -> list[TunedSetting]:
 def _least_packed(best: TunedSetting, rows: list[TunedSetting]) -> TunedSetting:
     """Return the setting of the shape of `best`, and about as fast, that is fastest on the framework's layout."""
     least_tokens_per_s = (1.0 - ALIKE) * best.tokens_per_s_per_gpu
-    shape = attributes(best, ParallelLayout.__slots__)
-    alike = [
-        row
-        for row in rows
-        if row.tokens_per_s_per_gpu >= least_tokens_per_s and attributes(row, ParallelLayout.__slots__) == shape
-    ]
+    alike = [row for row in rows if row.shape == best.shape and row.tokens_per_s_per_gpu >= least_tokens_per_s]
     return max(alike, key=lambda row: row.tokens_per_s_per_gpu / row.packing_gain)
 
 

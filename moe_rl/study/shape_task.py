@@ -151,6 +151,12 @@ class ShapeTask:
         run = replace(self, hardware=hardware)._run(row, setting)
         return self._even_step(run, row.num_micro_batches).step_time_s
 
+    def under(self, row: TunedSetting, costs: SoftwareCosts) -> TunedSetting:
+        """Return a priced setting as other software runs it."""
+        task = replace(self, base=replace(self.base, software=costs))
+        setting = replace(task.base, **attributes(row, PARALLEL), recompute=row.recompute)
+        return task.priced(row.shape, setting, row.micro_batch_tokens)
+
     def priced(self, shape: ParallelLayout, setting: StepSetting, budget: int) -> TunedSetting:
         """Return the setting with its step: balanced micro-batches, plus the time that uneven lengths add."""
         run, lengths, slots = self._run(shape, setting), self.lengths, self.resident_slots

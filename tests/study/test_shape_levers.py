@@ -11,7 +11,9 @@ from strategies import model_spec
 
 import moe_rl as product
 from moe_rl.config import bundled_traces
+from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.native import native_core
+from moe_rl.report.size_comparison import ComparedSize
 from moe_rl.report.tuning import ALIKE, LEVERS, ShapeLevers, Tuned, TunedSetting
 from moe_rl.simulators.coactivation import coactivation
 from moe_rl.simulators.synthetic import PRESET_C, synthetic_trace
@@ -205,3 +207,63 @@ def test_a_batch_of_a_number_of_sequences_has_that_number() -> None:
     command = command_of("countdown-grpo", stated, shape)
     assert "--global-batch-size 300" in command
     assert "--global-batch-tokens" not in command
+
+
+@pytest.fixture(scope="module")
+def beside_today() -> Tuned:
+    return product.tune(
+        "countdown-grpo", gpus=16, tensor_model_parallel_size=1, pipeline_model_parallel_size=1,
+        context_parallel_size=1, micro_batch_tokens=8192, global_batch_size=2000, policy="static",
+        moe_flex_dispatcher_backend="deepep", current="ep=16", jobs=1,
+    )  # fmt: skip
+
+
+@pytest.mark.lengthy
+@needs_core
+def test_every_ep_size_is_compared_with_the_setting_of_today(beside_today: Tuned) -> None:
+    compared = beside_today.comparison
+    assert compared is not None
+    today, *sizes = compared.rows
+    assert (today.setting.expert_model_parallel_size, today.static) == (16, 1.0)
+    assert [row.setting.expert_model_parallel_size for row in sizes] == sorted(
+        {shape.setting.expert_model_parallel_size for shape in beside_today.levers}
+    )
+    for row in compared.rows:
+        assert row.interval[0] <= row.moe_rl <= row.interval[1]
+        assert row.other is not None
+    # What one setting gains is known better than how two settings compare.
+    (same,) = (row for row in sizes if row.setting.shape == today.setting.shape)
+    assert same.moe_rl == pytest.approx(today.moe_rl, rel=0.02)
+    (other, *_) = (row for row in sizes if row.setting.shape != today.setting.shape)
+
+    def width(row: ComparedSize) -> float:
+        return row.interval[1] / row.interval[0]
+
+    assert width(today) < width(other)
+    said = str(beside_today)
+    assert "speed relative to today's setting (EP16, deepep, micro-batches of 8,192 tokens)" in said
+    assert "At today's setting, moe-rl is " in said
+    assert beside_today.as_json()["current"]["sizes"][0]["static"] == 1.0
+    # The first row is what `simulate` prints of it.
+    command = shlex.split(compared.today.command)
+    ran = moe_rl("simulate", bundled_traces()["countdown-grpo"], *command[3:], "--json", "-")
+    figures = json.loads(ran.out)["policies"]
+    assert compared.today.speeds["static"] == pytest.approx(figures["static"]["tokens_per_s"] / 16, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("current", "message"),
+    [
+        ("ep", "must have the form option=value"),
+        ("ep=3", "EP3 is not possible on 16 GPUs"),
+        ("eq=8", "unknown key 'eq'"),
+        ("cluster=h100", "--current cannot contain cluster"),
+    ],
+)
+def test_a_setting_that_nobody_can_have_today_is_refused(current: str, message: str) -> None:
+    asked = {"gpus": 16, "expert_model_parallel_size": 8, "pipeline_model_parallel_size": 1, "jobs": 1,
+             "tensor_model_parallel_size": 1, "micro_batch_tokens": 8192}  # fmt: skip
+    with pytest.raises(InvalidInputError, match=message):
+        product.tune("countdown-grpo", current=current, **asked)
+    with pytest.raises(InvalidInputError, match="--current compares settings by routes"):
+        product.tune(model="gpt-oss-20b", num_samples=64, mean_length=1000, current=current, **asked)
