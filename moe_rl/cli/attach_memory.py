@@ -32,16 +32,17 @@ def memory_sentences(settings: RunSettings) -> Iterator[str]:
         total = _num_slots(settings) * slot_bytes + _resident_bytes(settings, slot_bytes) + _moving_bytes(settings)
         worst_gib = math.ceil(10 * total / GIB) / 10
         yield (
-            f"worst case {worst_gib:.1f} GiB per GPU: the sum of the next lines, plus NCCL's buffers for two groups. "
-            "With observe: only these buffers once the run has started"
+            f"worst case {worst_gib:.1f} GiB per GPU: the sum of the next lines, plus NCCL's buffers for two groups "
+            "(size not measured). With observe: only NCCL's buffers once the run has started"
         )
     yield _slots(settings, slot_bytes)
     if _spans_nodes(settings):
         yield _residents(settings, slot_bytes)
-    scratch = "reorder_scratch_bytes"
     if settings.optimizer_cpu_offload:
-        scratch += f", twice with {settings.optimizer_cpu_offload}"
-    yield f"up to {_moving_bytes(settings) // GIB} GiB while experts move ({scratch})"
+        doubled = f"doubled because of {settings.optimizer_cpu_offload}"
+        yield f"up to 2 GiB = 2 x 1 GiB while experts move (reorder_scratch_bytes, {doubled})"
+    else:
+        yield "up to 1 GiB while experts move (reorder_scratch_bytes)"
 
 
 def ranks_of_ep_group(settings: RunSettings) -> int | None:
