@@ -13,6 +13,7 @@ from moe_rl.launch.ray_job import RayJob
 from moe_rl.launch.readers import READERS
 from moe_rl.launch.settings import ReadRun, RunSettings
 from moe_rl.launch.sources import Text
+from moe_rl.study.rl_options import TrainerOptions
 
 BY_VARIABLE = ("verl", "slime", "miles")
 """Frameworks in which `MOE_RL` switches moe_rl on; in the others a loop calls `attach`."""
@@ -72,7 +73,7 @@ def steps_to_attach(run: ReadRun, errors: Sequence[Finding] = ()) -> tuple[Step,
         Step(title="results", sentences=tuple(_results(run))),
         Step(title="untested", sentences=tuple(_untested(run.settings))),
         Step(title="look first", sentences=(_look(run.settings),)),
-        Step(title="gain", sentences=(_gain(run),)),
+        Step(title="gain", sentences=tuple(_gain(run))),
         Step(title="undo", sentences=(_undo(run),)),
     )
 
@@ -255,18 +256,21 @@ def _results(run: ReadRun) -> Iterator[str]:
 def _untested(settings: RunSettings) -> Iterator[str]:
     """Yield what of the run has never been tested, or with a stand-in only (docs/status.md)."""
     contract = FRAMEWORKS[settings.framework if settings.framework in BY_VARIABLE else "megatron"]
-    yield f"moe_rl has never run {contract.never_run} (docs/status.md)"
+    also = f", nor {contract.never_run}" if contract.never_run else ""
+    yield f"moe_rl has never run on more than one GPU, with NCCL or with a rollout engine{also} (docs/status.md)"
     bridge = settings.option("use_mbridge")
     if settings.framework == "verl" and bridge and not settings.value_of("vanilla_mbridge"):
         yield f"{bridge} exports weights through Megatron-Bridge, which was tested only with a stand-in"
 
 
-def _gain(run: ReadRun) -> str:
-    """Return how to predict, without a trace, the most that balancing can gain."""
-    script = run.launch_file or run.files[0]
-    return (
-        f"`moe-rl rl-step --launch {script} --mean-length 4000` predicts an upper bound without a trace (4000: your "
-        "mean length of prompt and response)"
+def _gain(run: ReadRun) -> Iterator[str]:
+    """Yield how to predict, without a trace, the most that balancing can gain, before and after a look at the run."""
+    command = f"moe-rl rl-step --launch {run.launch_file or run.files[0]} --mean-length 4000"
+    metric = f"{PREFIXES.get(run.settings.framework, '')}moe_rl/imbalance"
+    yield f"`{command}` predicts an upper bound without a trace (4000: your mean length of prompt and response)"
+    yield (
+        f"this assumes an imbalance of {TrainerOptions().imbalance}. Promise nothing before you have measured yours "
+        f"with observe: `{command} --imbalance X`, X being {metric}"
     )
 
 
@@ -279,7 +283,8 @@ def _look(settings: RunSettings) -> str:
     return (
         f"with {switch}, nothing moves. For a few updates, compare {prefix}moe_rl/imbalance with "
         f"{prefix}moe_rl/would_be_imbalance, and {prefix}moe_rl/moe_layer_s with {prefix}moe_rl/would_be_moe_layer_s "
-        f"(simulated). {_where_metrics_are(settings)}. Then {then}"
+        f"(simulated). {_where_metrics_are(settings)}. Put the imbalance into the command of `gain`; promise nothing "
+        f"before. Then {then}"
     )
 
 

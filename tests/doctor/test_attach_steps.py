@@ -207,6 +207,9 @@ def test_megatron_bridge_is_named_as_untested(tmp_path: Path) -> None:
 
 def test_what_never_ran_is_named_as_the_page_on_tests_names_it() -> None:
     page = (ROOT / "docs" / "status.md").read_text()
+    assert "Nothing has run on several GPUs, with NCCL or with a rollout engine." in page
+    for file in (SLIME, VERL):
+        assert "never run on more than one GPU, with NCCL or with a rollout engine, nor" in sentences(file)["untested"]
     (row,) = [line for line in page.splitlines() if line.startswith("| slime ")]
     for words in ("own actor", "which needs Megatron-LM and a GPU"):
         assert words in sentences(SLIME)["untested"]
@@ -245,7 +248,10 @@ def test_metrics_are_where_each_framework_puts_them(tmp_path: Path) -> None:
 
 def test_the_command_that_predicts_the_gain_runs(tmp_path: Path) -> None:
     """It takes the script as it stands, its model file included."""
-    command = sentences(SLIME)["gain"].split("`")[1].split()
-    assert command[:4] == ["moe-rl", "rl-step", "--launch", str(SLIME)]
+    _, first, _, measured, _ = sentences(SLIME)["gain"].split("`")
+    assert first.startswith(f"moe-rl rl-step --launch {SLIME}")
+    assert measured == f"{first} --imbalance X"
+    command = measured.replace("X", "2.5").split()
     ran = moe_rl(*command[1:], "--policy", "static", "--json", tmp_path / "step.json")
     assert ran.code == 0, ran.out
+    assert "X being actor/moe_rl/imbalance" in sentences(VERL)["gain"]
