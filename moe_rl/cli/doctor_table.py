@@ -59,7 +59,7 @@ def what_was_read(diagnosis: Diagnosis) -> list[str]:
                 "--attach shows whether moe_rl can attach"
             )
         if run.num_ignored:
-            lines.append(f"{run.num_ignored} settings are not used by any check")
+            lines.append(f"{run.num_ignored} other settings were read, but no check needs them")
         lines += [f"not resolved: {sentence}" for sentence in run.unresolved[:NUM_SHOWN]]
         if len(run.unresolved) > NUM_SHOWN:
             lines.append(f"not resolved: {len(run.unresolved) - NUM_SHOWN} more (--json lists them)")
