@@ -21,13 +21,14 @@ from dataclasses import asdict
 from benchmarks.kernels.predicted_layer import held_out, layer_document
 from moe_rl.config import load_model, model_names
 
-def document(model, gpu="h100", tokens=4096):
-    return layer_document(load_model(model).spec, gpu=gpu, ep_size=8, tokens=tokens, command="")
+def document(model, gpu="h100", tokens=4096, ep_size=8):
+    return layer_document(load_model(model).spec, gpu=gpu, ep_size=ep_size, tokens=tokens, command="")
 
 print(json.dumps({
     "models": {model: document(model) for model in model_names()},
     "example": {gpu: document("qwen3-235b-a22b", gpu, 16384) for gpu in ("h100", "h200")},
     "small": document("qwen3-30b-a3b", tokens=255 * 16 // 8),
+    "by ep_size": {ep_size: document("qwen3-30b-a3b", ep_size=ep_size) for ep_size in (1, 8)},
     "held out": [asdict(found) for found in held_out(every=8)],
 }))
 """
@@ -78,6 +79,20 @@ def test_every_model_has_a_prediction_with_the_loops_that_its_rows_take(predicte
     assert {row["loops"] for row in predicted["small"]["rows"]} == {"0 specialized, 6 plain"}
 
 
+@pytest.mark.lengthy
+def test_with_ep_the_received_rows_are_permuted_too(predicted: Any) -> None:
+    one, many = predicted["by ep_size"]["1"], predicted["by ep_size"]["8"]
+    assert list(one["permutations_us"]) == ["tokens"]
+    assert many["received_rows"] == 4096 * 8
+    assert many["permutations_us"]["tokens"] == one["permutations_us"]["tokens"]
+    # Both kernels of the second permutation, forward and backward, read and write every row.
+    bytes_moved = 4 * 2 * 4096 * 8 * 2048 * 2
+    assert many["permutations_us"]["received rows"] > bytes_moved / 3.35e6
+    for document in (one, many):
+        total_us = pytest.approx(sum(document["permutations_us"].values()))
+        assert all(row["permutation_us"] == total_us for row in document["rows"])
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -100,10 +115,13 @@ def test_the_command_says_that_nothing_was_measured(monkeypatch: pytest.MonkeyPa
     assert (refused.code, refused.out) == (2, "")
     assert "without TRITON_INTERPRET=1" in refused.err
     command = [sys.executable, "-c", "from moe_rl.cli import main; main()", "bench", "layer", "--json", "rows.json"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    hidden = ("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Predicted, not measured: H100")
+    assert "UserWarning" not in done.stderr
+    assert "Included: both permutations" in done.stdout
     document = json.loads((tmp_path / "rows.json").read_text())
     for row in document["rows"]:
         assert f"| `{row['recipe']}` | {row['experts_us'] / 1e3:.2f} |" in done.stdout

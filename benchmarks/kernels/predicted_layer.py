@@ -17,12 +17,16 @@ Held out: the H200 also timed the expert MLP, forward and backward, with the row
 """
 
 import contextlib
+import os
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 from unittest import mock
+
+# As `make` sets it: Triton 3.9 fuses multiplications and additions, and warns that 3.10 will not.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch
 
@@ -201,7 +205,10 @@ def expert_launches(
 
 
 def permutation_launches(num_tokens: int, top_k: int, num_experts: int, hidden: int) -> "list[Launch]":
-    """Record the row map, permute and unpermute of a rank's tokens, forward and backward."""
+    """Record the row map, permute and unpermute of a rank's tokens, forward and backward.
+
+    Rows that a rank has received are tokens with one choice, `top_k=1`.
+    """
     with recorded_with_verified_loops() as launches:
         row_map = build_row_map(torch.empty(num_tokens, top_k, dtype=torch.int32), num_experts)
         x, probs = _bf16(num_tokens, hidden).requires_grad_(), torch.empty(num_tokens, top_k).requires_grad_()
@@ -228,8 +235,15 @@ def layer_document(spec: MoeModelSpec, *, gpu: str, ep_size: int, tokens: int, c
     require(tokens > 0, f"--tokens must be positive, got {tokens}.")
     forecast, slots = Forecast.of(gpu), spec.num_experts // ep_size
     rows_of_expert = even_shares(tokens * spec.top_k, slots)
-    permutation_us = forecast.microseconds(permutation_launches(tokens, spec.top_k, spec.num_experts, spec.hidden_size))
-    flops = 3 * 6 * sum(rows_of_expert) * spec.hidden_size * spec.moe_ffn_hidden_size
+    received_rows = sum(rows_of_expert)
+    permutations = {"tokens": (tokens, spec.top_k, spec.num_experts)}  # by expert; with EP, before the all-to-all
+    if ep_size > 1:
+        permutations["received rows"] = (received_rows, 1, slots)  # by local expert, after the all-to-all
+    permutations_us = {
+        name: forecast.microseconds(permutation_launches(*sizes, spec.hidden_size))
+        for name, sizes in permutations.items()
+    }
+    flops = 3 * 6 * received_rows * spec.hidden_size * spec.moe_ffn_hidden_size
     rows = []
     for recipe in RECIPES:
         launches = expert_launches(
@@ -238,11 +252,12 @@ def layer_document(spec: MoeModelSpec, *, gpu: str, ep_size: int, tokens: int, c
         experts_us = forecast.microseconds(launches)
         rows.append({
             "recipe": recipe.name, "experts_us": experts_us, "tflops": flops / experts_us / 1e6,
-            "permutation_us": permutation_us, "loops": loops_of(launches),
+            "permutation_us": sum(permutations_us.values()), "loops": loops_of(launches),
         })  # fmt: skip
     return {
         "benchmark": "predicted layer", "command": command, "measured": False, "gpu": gpu, "model": spec.name,
-        "ep_size": ep_size, "tokens": tokens, "experts": slots, "rows_of_expert": rows_of_expert[0], "rows": rows,
+        "ep_size": ep_size, "tokens": tokens, "experts": slots, "rows_of_expert": rows_of_expert[0],
+        "received_rows": received_rows, "permutations_us": permutations_us, "rows": rows,
     }  # fmt: skip
 
 
@@ -276,7 +291,21 @@ def as_text(document: dict[str, object]) -> str:
             f"| `{row['recipe']}` | {row['experts_us'] / 1e3:.2f} | {row['tflops']:.0f} | {row['loops']} | "
             f"{row['permutation_us'] / 1e3:.2f} |"
         )
-    lines += ["", "Times are of forward and backward passes. All-to-alls between ranks and `prepare` are not included."]
+    permutations_us = document["permutations_us"]
+    assert isinstance(permutations_us, dict)
+    if "received rows" in permutations_us:
+        included = (
+            f"both permutations: of the rank's tokens by expert ({permutations_us['tokens'] / 1e3:.2f} ms), and of the "
+            f"{document['received_rows']:,} rows that it receives under even routing by local expert "
+            f"({permutations_us['received rows'] / 1e3:.2f} ms)"
+        )
+    else:
+        included = "the one permutation of a layer without EP, of tokens by expert"
+    lines += [
+        "",
+        f"Times are of forward and backward passes. Included: {included}.",
+        "Not included: all-to-alls between ranks, and `prepare`.",
+    ]
     return "\n".join(lines)
 
 
