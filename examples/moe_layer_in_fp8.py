@@ -4,6 +4,8 @@
     python examples/moe_layer_in_fp8.py --interpret    # on a CPU our kernels, in Triton's interpreter
     torchrun --standalone --nproc-per-node 2 examples/moe_layer_in_fp8.py    # EP2 over gloo, on a CPU
 
+Options set the sizes: `--tokens 64 --experts 2 --hidden 7168 --intermediate 2048` has two of DeepSeek-V3's experts.
+
 The first two compare y and all gradients with plain torch in float32, and a chain of single operators with
 `GroupedExperts`, bit for bit. The last compares every rank of EP2 with one process that has all experts, bit for bit.
 Needs torch; `--interpret` also needs triton.
@@ -11,15 +13,37 @@ Needs torch; `--interpret` also needs triton.
 
 import argparse
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import silu
 
-TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE = 40, 2, 4, 256, 128  # Qwen3-235B-A22B: top 8 of 128, 4096, 1536
 Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Sizes of the layer; the options of this example. Qwen3-235B-A22B has top 8 of 128, 4096 and 1536."""
+
+    tokens: int = 40
+    """Per rank."""
+    top_k: int = 2
+    experts: int = 4
+    hidden: int = 256
+    intermediate: int = 128
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no layer has, or that the FP8 kernels do not take."""
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise SystemExit(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}.")
+        if self.top_k > self.experts:
+            raise SystemExit(f"--top-k must be at most the {self.experts} experts, got {self.top_k}.")
+        for name in ("hidden", "intermediate"):
+            if getattr(self, name) % 16:
+                raise SystemExit(f"--{name} must be a multiple of 16, got {getattr(self, name)}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +64,20 @@ class Layer:
     """bf16 [T, H]: the gradient that backward starts from."""
 
     @classmethod
-    def drawn(cls, num_tokens: int, device: str) -> "Layer":
-        """Return a layer of random normal values; weights are small enough that y is near 1."""
+    def drawn(cls, sizes: Sizes, device: str, num_ranks: int = 1) -> "Layer":
+        """Return random normal values for the tokens of all ranks; weights are small enough that y is near 1."""
         draw = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=draw)
 
-        scores, expert_ids = normal(num_tokens, EXPERTS).topk(TOP_K)
-        w1 = normal(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5
-        w2 = normal(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5
+        num_tokens = num_ranks * sizes.tokens
+        scores, expert_ids = normal(num_tokens, sizes.experts).topk(sizes.top_k)
+        w1 = normal(sizes.experts, 2 * sizes.intermediate, sizes.hidden) / sizes.hidden**0.5
+        w2 = normal(sizes.experts, sizes.hidden, sizes.intermediate) / sizes.intermediate**0.5
         layer = cls(
-            x=normal(num_tokens, HIDDEN).bfloat16(), probs=scores.softmax(1), expert_ids=expert_ids.int(),
-            w1=w1.bfloat16(), w2=w2.bfloat16(), dy=normal(num_tokens, HIDDEN).bfloat16(),
+            x=normal(num_tokens, sizes.hidden).bfloat16(), probs=scores.softmax(1), expert_ids=expert_ids.int(),
+            w1=w1.bfloat16(), w2=w2.bfloat16(), dy=normal(num_tokens, sizes.hidden).bfloat16(),
         )  # fmt: skip
         return cls(**{name: getattr(layer, name).to(device) for name in cls.__slots__})
 
@@ -88,7 +113,7 @@ def in_plain_torch(layer: Layer) -> Results:
 
     def forward(x: Tensor, probs: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         y = torch.zeros_like(x)
-        for expert in range(EXPERTS):
+        for expert in range(len(w1)):
             token, choice = (layer.expert_ids == expert).nonzero(as_tuple=True)
             gate, up = (x[token] @ w1[expert].T).chunk(2, dim=1)
             y = y.index_add(0, token, probs[token, choice, None] * ((silu(gate) * up) @ w2[expert].T))
@@ -103,7 +128,7 @@ def on_one_rank(layer: Layer, recipe: Any, backend: str) -> Results:
 
     def forward(x: Tensor, probs: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         fc1, fc2 = prepare(w1, recipe, **on), prepare(w2, recipe, **on)  # once per optimizer step
-        rows = build_row_map(layer.expert_ids, EXPERTS, **on)
+        rows = build_row_map(layer.expert_ids, len(w1), **on)
         x_rows, row_probs = permute(x, probs, rows, **on)  # sorted by expert
         experts = GroupedExperts(recipe=recipe, **on)
         y_rows = experts(x_rows, row_probs, fc1, fc2, rows.m_offsets, masters=(w1, w2))
@@ -116,7 +141,7 @@ def by_hand(layer: Layer, backend: str) -> Results:
     """Compute the layer in FP8 as `GroupedExperts` does, by single operators: six grouped GEMMs on quantized rows."""
     on = {"backend": backend}
     fc1, fc2 = prepare(layer.w1, FP8_BLOCK, **on), prepare(layer.w2, FP8_BLOCK, **on)
-    rows = build_row_map(layer.expert_ids, EXPERTS, **on)
+    rows = build_row_map(layer.expert_ids, len(layer.w1), **on)
     x_rows, row_probs = permute(layer.x, layer.probs, rows, **on)
     ends = rows.m_offsets  # expert e has rows ends[e] to ends[e + 1]
 
@@ -161,7 +186,7 @@ def on_ep_ranks(layer: Layer, recipe: Any, backend: str) -> Results:
 
     def forward(x: Tensor, probs: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         # Sorted by global expert, the rows for one rank are contiguous. No choice is dropped, so all rows are sent.
-        rows = build_row_map(layer.expert_ids, EXPERTS, **on)
+        rows = build_row_map(layer.expert_ids, num_ranks * num_local, **on)
         x_rows, row_probs = permute(x, probs, rows, **on)
         sent_PE = rows.m_offsets.diff().view(num_ranks, num_local)  # to each rank, for each of its experts
         received_PE = torch.empty_like(sent_PE)
@@ -192,10 +217,12 @@ def require_equal_bits(ours: Results, expected: Results, what: str) -> None:
             raise SystemExit(f"{what}: {name} differs by up to {(tensor - reference).abs().max():.3g}")
 
 
-def compare_with_plain_torch(device: str, backend: str) -> None:
+def compare_with_plain_torch(sizes: Sizes, device: str, backend: str) -> None:
     """Print the relative errors of both recipes, and check the chain by hand."""
-    layer = Layer.drawn(TOKENS, device)
+    layer = Layer.drawn(sizes, device)
     exact = in_plain_torch(layer)
+    (num_tokens, top_k), (num_experts, hidden, intermediate) = layer.probs.shape, layer.w2.shape
+    print(f"{num_tokens} tokens, top {top_k} of {num_experts} experts, H = {hidden}, I = {intermediate}")
     print(f"{layer.x.device.type}, backend {backend}: norm of the difference from plain torch / norm of plain torch")
     print(f"{'recipe':12}" + "".join(f"{name:>8}" for name in Results._fields))
     for recipe in (BF16, FP8_BLOCK):
@@ -206,7 +233,7 @@ def compare_with_plain_torch(device: str, backend: str) -> None:
     print("The chain of single FP8 operators gives the same bits as GroupedExperts.")
 
 
-def compare_with_one_rank(backend: str) -> None:
+def compare_with_one_rank(sizes: Sizes, backend: str) -> None:
     """Check that EP changes no bit.
 
     The bound is zero: a scale belongs to one row, or to up to 128 rows of one expert, which stand in the same order; a
@@ -214,9 +241,9 @@ def compare_with_one_rank(backend: str) -> None:
     """
     dist.init_process_group("gloo")  # on GPUs: "nccl", and tensors on the rank's GPU
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    if EXPERTS % num_ranks:
-        raise SystemExit(f"the {EXPERTS} experts cannot be divided among {num_ranks} ranks.")
-    whole = Layer.drawn(num_ranks * TOKENS, "cpu")
+    if sizes.experts % num_ranks:
+        raise SystemExit(f"the {sizes.experts} experts cannot be divided among {num_ranks} ranks.")
+    whole = Layer.drawn(sizes, "cpu", num_ranks)
     mine = whole.shard(rank, num_ranks)
     for recipe in (BF16, FP8_BLOCK):
         expected = Results(*(part.chunk(num_ranks)[rank] for part in on_one_rank(whole, recipe, backend)))
@@ -228,7 +255,10 @@ def compare_with_one_rank(backend: str) -> None:
 if __name__ == "__main__":
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--interpret", action="store_true", help="run our kernels in Triton's interpreter")
-    interpret = arguments.parse_args().interpret
+    for size in fields(Sizes):
+        arguments.add_argument(f"--{size.name.replace('_', '-')}", type=int, default=size.default, metavar="N")
+    options = vars(arguments.parse_args())
+    interpret, sizes = options.pop("interpret"), Sizes(**options)
     if interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     from moe_rl.kernels import (
@@ -248,6 +278,6 @@ if __name__ == "__main__":
 
     backend = "triton" if interpret else "auto"
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        compare_with_one_rank(backend)
+        compare_with_one_rank(sizes, backend)
     else:
-        compare_with_plain_torch("cuda" if torch.cuda.is_available() and not interpret else "cpu", backend)
+        compare_with_plain_torch(sizes, "cuda" if torch.cuda.is_available() and not interpret else "cpu", backend)

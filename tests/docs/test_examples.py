@@ -92,6 +92,16 @@ def test_an_moe_layer_in_fp8_is_plain_torch_up_to_rounding(options: tuple[str, .
     assert "6 to 7 % in FP8 and at most 0.4 % in bf16" in " ".join(page.split())
 
 
+def test_an_moe_layer_in_fp8_takes_other_sizes(tmp_path: Path) -> None:
+    sizes = ["--tokens", "24", "--top-k", "3", "--experts", "5", "--hidden", "144", "--intermediate", "208"]
+    printed_text = run(str(EXAMPLES / "moe_layer_in_fp8.py"), *sizes, folder=tmp_path)
+    assert printed_text.startswith("24 tokens, top 3 of 5 experts, H = 144, I = 208\n")
+    (fp8,) = re.findall(r"^fp8-block +([\d. ]+)$", printed_text, re.MULTILINE)
+    assert all(0.02 < float(error) < 6**0.5 * 2**-4 for error in fp8.split())
+    with pytest.raises(AssertionError, match=r"--top-k must be at most the 4 experts, got 5\."):
+        run(str(EXAMPLES / "moe_layer_in_fp8.py"), "--top-k", "5", folder=tmp_path)
+
+
 @pytest.mark.multi_rank
 @pytest.mark.lengthy
 def test_an_moe_layer_has_the_bits_of_one_rank_on_two(tmp_path: Path) -> None:
