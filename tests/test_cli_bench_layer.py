@@ -108,6 +108,24 @@ def test_wrong_values_are_refused(options: tuple[str, ...], sentence: str) -> No
     assert sentence in ran.err
 
 
+ASK_FOR_A_PEBIBYTE = """
+import torch
+from benchmarks.kernels.predicted_layer import refused_without_address_space
+with refused_without_address_space(num_experts=256):
+    torch.empty(1 << 50, dtype=torch.uint8)
+"""
+
+
+def test_tensors_that_the_machine_has_no_room_for_are_refused() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_FOR_A_PEBIBYTE], capture_output=True, text=True, env=environment, check=False
+    )
+    assert "InvalidInputError: the tensors of 256 experts are too large" in done.stderr
+    assert "set a larger --ep-size" in done.stderr
+
+
 @pytest.mark.lengthy
 def test_the_command_says_that_nothing_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("benchmarks.kernels.predicted_layer.is_interpreted", lambda: True)

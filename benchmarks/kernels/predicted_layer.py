@@ -34,7 +34,7 @@ from benchmarks.gpu.rank_loads import BASELINE, POLICIES, RankLoads
 from benchmarks.gpu.roofs import ROOF_TFLOPS
 from benchmarks.gpu.rows import Row, read
 from benchmarks.kernels.prediction import HOPPER, SMS, Model, load_model, operations, sizes_of
-from moe_rl.core.errors import require
+from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.kernels import (
     BF16,
@@ -179,6 +179,20 @@ def recorded_with_verified_loops() -> "Iterator[list[Launch]]":
         yield launches
 
 
+@contextlib.contextmanager
+def refused_without_address_space(*, num_experts: int) -> Iterator[None]:
+    """Turn torch's error into a sentence where the machine grants no room for tensors that are never written."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise InvalidInputError(
+            f"the tensors of {num_experts} experts are too large for this machine's memory, though nothing is written "
+            "to them: set a larger --ep-size."
+        ) from error
+
+
 def expert_launches(
     rows: Sequence[int], hidden: int, intermediate: int, recipe: Recipe, *, is_oai: bool = False
 ) -> "list[Launch]":
@@ -246,9 +260,14 @@ def layer_document(spec: MoeModelSpec, *, gpu: str, ep_size: int, tokens: int, c
     flops = 3 * 6 * received_rows * spec.hidden_size * spec.moe_ffn_hidden_size
     rows = []
     for recipe in RECIPES:
-        launches = expert_launches(
-            rows_of_expert, spec.hidden_size, spec.moe_ffn_hidden_size, recipe, is_oai=spec.activation == "swiglu_oai"
-        )
+        with refused_without_address_space(num_experts=len(rows_of_expert)):
+            launches = expert_launches(
+                rows_of_expert,
+                spec.hidden_size,
+                spec.moe_ffn_hidden_size,
+                recipe,
+                is_oai=spec.activation == "swiglu_oai",
+            )
         experts_us = forecast.microseconds(launches)
         rows.append({
             "recipe": recipe.name, "experts_us": experts_us, "tflops": flops / experts_us / 1e6,
