@@ -11,7 +11,8 @@ from typing import Any
 
 import moe_rl
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.report.tuning import ShapeLevers, Tuned
+from moe_rl.report.tuned_settings import ShapeLevers
+from moe_rl.report.tuning import Tuned
 
 MODELS = ("gpt-oss-120b", "qwen3-235b-a22b", "deepseek-v3")
 CLUSTERS = ("h100", "gb200")

@@ -29,7 +29,7 @@ def tune(
     Example: moe-rl tune --model qwen3-30b-a3b --cluster h100 --gpus 32 --num-samples 1024 --mean-length 4000
     --max-length 32768 --length-spread 1.3 --plot tune.svg
     """
-    from moe_rl.report.tuning import PASTED
+    from moe_rl.report.tuned_settings import PASTED
     from moe_rl.study.search_layouts import tune as search
 
     require(out is None or out.suffix == ".jsonl", f"--out {out} must end in .jsonl.")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_rl.report.tuning import ShapeLevers, TunedSetting
+from moe_rl.report.tuned_settings import ShapeLevers, TunedSetting
 
 ENGINES_ALONE = ("static", "engine")
 """Levers that a run has without moe_rl."""

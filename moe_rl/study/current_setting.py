@@ -22,7 +22,7 @@ from moe_rl.core.software import TUNED, TYPICAL, SoftwareCosts
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.profiling.posterior import Posterior
 from moe_rl.report.size_comparison import ComparedSize, SizeComparison, with_moe_rl
-from moe_rl.report.tuning import SIZES, ParallelLayout, ShapeLevers, TunedSetting
+from moe_rl.report.tuned_settings import SIZES, ParallelLayout, ShapeLevers, TunedSetting
 from moe_rl.study.intervals import GAIN_SPREAD, LEAST_SPREAD, around
 from moe_rl.study.options import merge_options
 from moe_rl.study.parallel_shapes import shapes_of

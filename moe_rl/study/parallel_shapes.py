@@ -17,7 +17,7 @@ from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.step_words import Dispatcher
 from moe_rl.core.topology import HardwareSpec
-from moe_rl.report.tuning import ALIKE, ParallelLayout, TunedSetting
+from moe_rl.report.tuned_settings import ALIKE, ParallelLayout, TunedSetting
 from moe_rl.study.executors import Executor
 from moe_rl.study.ranks import check_ep_size
 from moe_rl.study.scenario import Progress

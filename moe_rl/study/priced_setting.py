@@ -16,7 +16,7 @@ from moe_rl.core.plan import Plan
 from moe_rl.option_groups import words_of
 from moe_rl.planner.base import OURS
 from moe_rl.planner.registry import make_planner
-from moe_rl.report.tuning import ShapeLevers, TunedSetting
+from moe_rl.report.tuned_settings import ShapeLevers, TunedSetting
 from moe_rl.study.options import RECORDED, SimulationOptions
 from moe_rl.study.plan_and_price import pricing_of
 from moe_rl.study.rl_options import TuneOptions

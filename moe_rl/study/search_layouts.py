@@ -32,7 +32,8 @@ from moe_rl.core.trace import RoutingTrace
 from moe_rl.option_groups import AUTO
 from moe_rl.profiling.posterior import NORMAL_80, Posterior
 from moe_rl.replay import concatenate
-from moe_rl.report.tuning import ALIKE, SIZES, ParallelLayout, ShapeLevers, Tuned, TunedSetting
+from moe_rl.report.tuned_settings import ALIKE, SIZES, ParallelLayout, ShapeLevers, TunedSetting
+from moe_rl.report.tuning import Tuned
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.study.conditions import chosen_by
 from moe_rl.study.current_setting import SizeComparer, current_setting

@@ -27,7 +27,7 @@ from moe_rl.core.topology import HardwareSpec
 from moe_rl.core.trace import RoutingTrace
 from moe_rl.planner.base import OURS
 from moe_rl.planner.registry import make_planner
-from moe_rl.report.tuning import ALIKE, LEVERS, ShapeLevers, TunedSetting
+from moe_rl.report.tuned_settings import ALIKE, LEVERS, ShapeLevers, TunedSetting
 from moe_rl.simulators.coactivation import like
 from moe_rl.simulators.movement import STEP_PARTS
 from moe_rl.simulators.result import PolicyResult

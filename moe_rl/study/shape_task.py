@@ -20,7 +20,7 @@ from moe_rl.core.software import SoftwareCosts
 from moe_rl.core.step_words import Recompute
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.planner.packing import best_start
-from moe_rl.report.tuning import ParallelLayout, TunedSetting
+from moe_rl.report.tuned_settings import ParallelLayout, TunedSetting
 from moe_rl.report.units import GIB
 from moe_rl.simulators.balanced import BalancedBatch, BalancedStep, cost_of_lengths, length_of_equal_sequences
 from moe_rl.simulators.base_time import default_cp_comm_type

@@ -100,7 +100,7 @@ def test_the_tutorials_sensitivity_is_of_the_run_that_it_simulates() -> None:
     """Another model or one EP group would be another question; the same options, but for the files that it writes."""
     text = (ROOT / "docs" / "tutorials" / "trace.md").read_text()
     simulated, perturbed = re.findall(
-        r"^(moe-rl simulate run\.moetrace .*--gpus 32)(?: --html .*| --sensitivity)$", text, re.MULTILINE
+        r"^(moe-rl simulate run\.moetrace .*--global-batch-size 512) (?:\\|--sensitivity)$", text, re.MULTILINE
     )
     assert simulated == perturbed
     for option in ("--layout", "--software"):

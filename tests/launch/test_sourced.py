@@ -39,7 +39,8 @@ def test_a_given_file_is_the_sourced_one_if_its_name_is_the_same(tmp_path: Path,
     assert experts(run) == 8, "the array is there when the command takes it"
     assert run.notes == ()
     text = "\n".join(steps_to_attach(run)[0].sentences)
-    assert f"(in {script}, above" in text, "the file with the command, wherever it stands in the list"
+    assert "(run.sh:2)" in text, "the file with the command, wherever it stands in the list"
+    assert "small.sh" not in text
 
 
 def test_a_given_file_may_have_a_path_that_only_the_machine_knows(tmp_path: Path) -> None:

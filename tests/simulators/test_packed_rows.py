@@ -12,7 +12,7 @@ from strategies import HARDWARE, model_spec
 from moe_rl.core.layout import BatchLayout
 from moe_rl.core.load import StepLoad
 from moe_rl.core.topology import ClusterTopology
-from moe_rl.report.tuning import ParallelLayout
+from moe_rl.report.tuned_settings import ParallelLayout
 from moe_rl.simulators.balanced import BalancedBatch, cost_of_lengths
 from moe_rl.simulators.base_time import SourceWork, core_attention_seconds
 from moe_rl.simulators.pricing import TrainingStep

@@ -14,7 +14,8 @@ from moe_rl.config import bundled_traces
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.native import native_core
 from moe_rl.report.size_comparison import ComparedSize
-from moe_rl.report.tuning import ALIKE, LEVERS, ShapeLevers, Tuned, TunedSetting
+from moe_rl.report.tuned_settings import ALIKE, LEVERS, ShapeLevers, TunedSetting
+from moe_rl.report.tuning import Tuned
 from moe_rl.simulators.coactivation import coactivation
 from moe_rl.simulators.synthetic import PRESET_C, synthetic_trace
 from moe_rl.study.options import SimulationOptions

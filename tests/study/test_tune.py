@@ -12,7 +12,8 @@ from cli_runner import moe_rl
 import moe_rl as product
 from moe_rl.config import load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
-from moe_rl.report.tuning import ALIKE, PASTED, ParallelLayout, Tuned, TunedSetting
+from moe_rl.report.tuned_settings import ALIKE, PASTED, ParallelLayout, TunedSetting
+from moe_rl.report.tuning import Tuned
 from moe_rl.simulators.whole_runs import WholeRun
 from moe_rl.study.parallel_shapes import shapes_of
 from moe_rl.study.search_layouts import COMPARED
