@@ -52,6 +52,18 @@ def test_layers_in_which_only_residents_are_have_cells_on_every_rank() -> None:
         assert there == [[False, True, False], [False, True, True]]
 
 
+def test_a_layer_whose_only_resident_is_the_first_expert_has_copies() -> None:
+    residents = np.full((3, 2, 1), -1)
+    residents[1, 1] = 0
+    placement = ExpertPlacement.from_home_rank(
+        np.tile([0, 0, 1, 1], (3, 1)), ep_size=2, resident_experts=residents
+    ).with_slots(resident_slots=1, spare_slots=1)
+    buffers = ReplicaBuffers([OneExpert()], replica_slots=1, cross_node_slots=0)  # type: ignore[list-item]
+    for rank in range(2):
+        cells = ReplicaCells.of_residents(placement, rank=rank, buffers=buffers)
+        assert cells.has_copies.tolist() == [False, True, False]
+
+
 def test_gradients_that_come_home_are_summed_in_float32_whatever_the_weights_are() -> None:
     """256 + 64 times 1/2: in bf16, which has 8 bits, each sum would stay 256."""
     experts: Any = OneExpert(torch.bfloat16)

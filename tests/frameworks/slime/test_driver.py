@@ -139,6 +139,24 @@ def test_experts_cost_what_a_micro_batch_has_for_each_rank() -> None:
     assert cost.call_args.kwargs["tokens_per_rank"] == 30
 
 
+@pytest.mark.skipif(native_core() is None, reason="packing needs the C++ core")
+@pytest.mark.parametrize(("num_virtual_stages", "num_micro_batches"), [(1, 3), (2, 4)])
+def test_virtual_stages_run_micro_batches_in_groups_of_the_pipelines_size(
+    num_virtual_stages: int, num_micro_batches: int
+) -> None:
+    """18 sequences of 10 tokens, two ranks, at most 30 tokens each: three micro-batches, four where PP2 is virtual."""
+    packing = DriverPacking(
+        framework="slime",
+        model=MODEL,
+        topology=cluster_topology(CONFIG, ep_size=2),
+        setting=StepSetting(pipeline_model_parallel_size=2, num_virtual_stages=num_virtual_stages),
+        token_budget=30,
+    )
+    layout = packing.layout(np.full(18, 10))
+    assert layout is not None
+    assert layout.num_micro_batches == num_micro_batches
+
+
 def test_ranks_of_a_stage_fill_ep_groups() -> None:
     def packing(num_dp_ranks: int, ep_size: int) -> DriverPacking:
         return DriverPacking.of_run(
