@@ -7,6 +7,7 @@ all layers share the slots for copies of one micro-batch.
 import math
 from collections.abc import Iterator
 
+from moe_rl.balancing.config import RunHomes
 from moe_rl.config import load_model
 from moe_rl.launch.keys import listed_model
 from moe_rl.launch.settings import RunSettings
@@ -18,6 +19,7 @@ MIB, GIB = 2**20, 2**30
 GPU_BYTES = 80 * GIB  # The files do not say which GPU: the share below is of an H100's memory.
 RESIDENT_SHARE = 0.05  # Of a GPU's memory, which replicas that stay for an update take at most.
 RESIDENT_SLOTS = 2  # Of each layer, at most.
+SCRATCH_BYTES = RunHomes().reorder_scratch_bytes
 
 
 def memory_sentences(settings: RunSettings) -> Iterator[str]:
@@ -38,11 +40,13 @@ def memory_sentences(settings: RunSettings) -> Iterator[str]:
     yield _slots(settings, slot_bytes)
     if _spans_nodes(settings):
         yield _residents(settings, slot_bytes)
+    scratch_gib, moving_gib = SCRATCH_BYTES / GIB, _moving_bytes(settings) / GIB
     if settings.optimizer_cpu_offload:
         doubled = f"doubled because of {settings.optimizer_cpu_offload}"
-        yield f"up to 2 GiB = 2 x 1 GiB while experts move (reorder_scratch_bytes, {doubled})"
+        sum_of_two = f"{moving_gib:g} GiB = 2 x {scratch_gib:g} GiB"
+        yield f"up to {sum_of_two} while experts move (reorder_scratch_bytes, {doubled})"
     else:
-        yield "up to 1 GiB while experts move (reorder_scratch_bytes)"
+        yield f"up to {moving_gib:g} GiB while experts move (reorder_scratch_bytes)"
 
 
 def ranks_of_ep_group(settings: RunSettings) -> int | None:
@@ -118,9 +122,7 @@ def _residents(settings: RunSettings, slot_bytes: int | None) -> str:
 
 def _moving_bytes(settings: RunSettings) -> int:
     """Return what experts take on their way; state on the host travels from a copy on the GPU, of the same size."""
-    if settings.optimizer_cpu_offload:
-        return 2 * GIB
-    return GIB
+    return (2 if settings.optimizer_cpu_offload else 1) * SCRATCH_BYTES
 
 
 def _widths(settings: RunSettings) -> tuple[int, int] | None:

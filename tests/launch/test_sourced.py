@@ -10,7 +10,7 @@ from moe_rl.launch.settings import ReadRun
 
 MODEL = "MODEL_ARGS=(--num-experts 8 --hidden-size 1024)\n"
 RUN = (
-    'source "/root/slime/scripts/models/small.sh"\npython3 train.py --actor-num-nodes 1 '
+    'source "/data/slime/scripts/models/small.sh"\npython3 train.py --actor-num-nodes 1 '
     "--expert-model-parallel-size 8 ${MODEL_ARGS[@]}\n"
 )
 
@@ -44,7 +44,7 @@ def test_a_given_file_is_the_sourced_one_if_its_name_is_the_same(tmp_path: Path,
 
 
 def test_a_given_file_may_have_a_path_that_only_the_machine_knows(tmp_path: Path) -> None:
-    script, sourced = files(tmp_path, "small.sh", RUN.replace("/root/slime", "${SLIME}"))
+    script, sourced = files(tmp_path, "small.sh", RUN.replace("/data/slime", "${SLIME}"))
     assert "the value of $SLIME is not known" in read(script).notes[0]
     run = read(script, sourced)
     assert (experts(run), run.notes) == (8, ())
@@ -80,7 +80,7 @@ def test_hidden_and_far_folders_are_not_looked_into(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_where_the_script_says_wins(tmp_path: Path) -> None:
-    script, there = files(tmp_path, "models/small.sh", RUN.replace("/root/slime/scripts", str(tmp_path)))
+    script, there = files(tmp_path, "models/small.sh", RUN.replace("/data/slime/scripts", str(tmp_path)))
     _, given = files(tmp_path, "mine/small.sh", script.read_text())
     given.write_text("MODEL_ARGS=(--num-experts 16)\n")
     assert there.is_file()

@@ -13,7 +13,7 @@ MAX_FOLDERS = 2_000
 def given_file(target: str, given: Sequence[Path], script: Path) -> Path | None:
     """Return the one of the given files that a script sources under another path; None if no or several names fit.
 
-    Example: `/root/slime/scripts/models/x.sh` is the given file `models/x.sh`.
+    Example: `/data/slime/scripts/models/x.sh` is the given file `models/x.sh`.
     """
     return _closest(target, [path for path in given if path != script and path.is_file()])
 
