@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from moe_rl.balancing.config import RunHomes
 from moe_rl.config import load_model
 from moe_rl.launch.keys import listed_model
-from moe_rl.launch.settings import RunSettings
+from moe_rl.launch.settings import ReadRun, RunSettings
 
 NODE = 8  # GPUs of a node where the files do not say.
 MATRICES = 3  # Of a gated expert: gate, up, down.
@@ -22,12 +22,13 @@ RESIDENT_SLOTS = 2  # Of each layer, at most.
 SCRATCH_BYTES = RunHomes().reorder_scratch_bytes
 
 
-def memory_sentences(settings: RunSettings) -> Iterator[str]:
+def memory_sentences(run: ReadRun) -> Iterator[str]:
     """Yield the most that a GPU gives, what it is made of, and what a run gives that is only observed.
 
     Example: three slots of 108 MiB, 4 GiB for replicas that stay and 2 GiB while experts move are 6.3 GiB.
     """
-    slot_bytes = _slot_bytes(settings)
+    settings = run.settings
+    slot_bytes = None if run.expert_tensor_is_open else _slot_bytes(settings)
     if slot_bytes is None:
         yield "worst case unknown, because the files do not give the size of an expert"
     else:
@@ -49,22 +50,6 @@ def memory_sentences(settings: RunSettings) -> Iterator[str]:
         yield f"up to {moving_gib:g} GiB while experts move (reorder_scratch_bytes)"
 
 
-def ranks_of_ep_group(settings: RunSettings) -> int | None:
-    """Return how many GPUs hold all experts of a layer together; None if the files do not say."""
-    experts = settings.expert_model_parallel_size
-    if experts is None:
-        return None
-    return experts.value * parts_of_expert(settings)
-
-
-def parts_of_expert(settings: RunSettings) -> int:
-    """Return over how many GPUs expert tensor parallelism splits an expert."""
-    parts = settings.expert_tensor_parallel_size
-    if parts is None:
-        return 1
-    return parts.value
-
-
 def ranks_of_node(settings: RunSettings) -> int:
     """Return the GPUs of a node, as the files say or as usual."""
     if settings.gpus_per_node is None:
@@ -73,7 +58,7 @@ def ranks_of_node(settings: RunSettings) -> int:
 
 
 def _spans_nodes(settings: RunSettings) -> bool:
-    ranks = ranks_of_ep_group(settings)
+    ranks = settings.ranks_of_ep_group
     return ranks is not None and ranks > ranks_of_node(settings)
 
 
@@ -89,7 +74,7 @@ def _slot_bytes(settings: RunSettings) -> int | None:
     if widths is None:
         return None
     hidden, ffn = widths
-    return MATRICES * hidden * ffn // parts_of_expert(settings) * SLOT_BYTES
+    return MATRICES * hidden * ffn // settings.parts_of_expert * SLOT_BYTES
 
 
 def _slots(settings: RunSettings, slot_bytes: int | None) -> str:
@@ -99,7 +84,11 @@ def _slots(settings: RunSettings, slot_bytes: int | None) -> str:
     widths = _widths(settings)
     if widths is None or slot_bytes is None:
         return f"{slots} per GPU, of unknown size"
-    return f"{num_slots * slot_bytes / MIB:,.0f} MiB per GPU: {slots} for an expert of {widths[0]:,} x {widths[1]:,}"
+    expert = f"an expert of {widths[0]:,} x {widths[1]:,}"
+    if settings.parts_of_expert > 1:
+        cut = settings.expert_tensor_parallel_size
+        expert = f"1/{settings.parts_of_expert} of {expert}, because of {cut}"
+    return f"{num_slots * slot_bytes / MIB:,.0f} MiB per GPU: {slots} for {expert}"
 
 
 def _resident_bytes(settings: RunSettings, slot_bytes: int) -> int:

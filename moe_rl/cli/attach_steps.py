@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 
-from moe_rl.cli.attach_memory import memory_sentences, ranks_of_ep_group, ranks_of_node
+from moe_rl.cli.attach_memory import memory_sentences, ranks_of_node
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.doctor.diagnosis import Finding
 from moe_rl.frameworks import FRAMEWORKS
@@ -69,7 +69,7 @@ def steps_to_attach(run: ReadRun, errors: Sequence[Finding] = ()) -> tuple[Step,
         *repairs,
         Step(title="write", sentences=tuple(_lines(run))),
         Step(title="changes", sentences=tuple(_levers(run))),
-        Step(title="memory", sentences=tuple(memory_sentences(run.settings))),
+        Step(title="memory", sentences=tuple(memory_sentences(run))),
         Step(title="results", sentences=tuple(_results(run))),
         Step(title="untested", sentences=tuple(_untested(run.settings))),
         Step(title="look first", sentences=(_look(run.settings),)),
@@ -203,10 +203,11 @@ def _levers(run: ReadRun) -> Iterator[str]:
     by_variable = settings.framework in BY_VARIABLE
     switches = SWITCHES[by_variable]
     yield f"hot experts get replicas on other ranks of their node for one micro-batch ({switches['replicas']})"
-    ranks, node = ranks_of_ep_group(settings), ranks_of_node(settings)
+    ranks, node = settings.ranks_of_ep_group, ranks_of_node(settings)
     overlaps = settings.overlap_moe_expert_parallel_comm
-    if ranks is None:
-        yield "experts get replicas across nodes if EP groups span nodes, but the files do not give the EP size"
+    if ranks is None or (run.expert_tensor_is_open and ranks <= node):
+        size = "EP size" if ranks is None else "expert TP size"
+        yield f"experts get replicas across nodes if EP groups span nodes, but the files do not give the {size}"
     elif ranks <= node:
         yield f"no replicas across nodes, because the EP group of {ranks} ranks fits into a node of {node} GPUs"
     elif overlaps:

@@ -112,8 +112,8 @@ USUAL_GPUS_PER_NODE = 8
 
 def spans_nodes(case: Case) -> bool:
     """Return whether the ranks of an EP group are known not to fit into one node."""
-    ranks, node = case.settings.expert_model_parallel_size, case.settings.gpus_per_node
-    return above(ranks, node.value if node and above(node, 0) else USUAL_GPUS_PER_NODE)
+    ranks, node = case.settings.ranks_of_ep_group, case.settings.gpus_per_node
+    return ranks is not None and ranks > (node.value if node and above(node, 0) else USUAL_GPUS_PER_NODE)
 
 
 def above(setting: Setting[int] | Setting[float] | None, bound: int) -> bool:

@@ -10,7 +10,17 @@ from typing import Any
 from moe_rl.core.mappings import without
 from moe_rl.launch.batch import BatchFacts, BatchKeys, read_batch
 from moe_rl.launch.ray_job import OWN_VARIABLE, ray_job_of
-from moe_rl.launch.settings import KINDS, ReadRun, RunSettings, Setting, said_by, setting_of
+from moe_rl.launch.settings import (
+    EXPERT_TENSOR,
+    KINDS,
+    TENSOR,
+    ReadRun,
+    RunSettings,
+    Setting,
+    following_tensor_parallel,
+    said_by,
+    setting_of,
+)
 from moe_rl.launch.sources import Entry, RawRun
 
 
@@ -73,6 +83,8 @@ class Reader:
     """What holds of a batch where the files set none of its keys."""
     trainer_gpus: Callable[[RawRun], int | None] = lambda raw: None
     """GPUs of the trainer, if the files say them in words of the framework's own and not as nodes of so many."""
+    knows_trainer_gpus: Callable[[RawRun], bool] = lambda raw: True
+    """Whether nothing else, of which the files do not say how much it takes, takes GPUs of the trainer's nodes."""
     remarks: Callable[[RawRun], tuple[str, ...]] = lambda raw: ()
     """Sentences on what of the run the reader leaves out."""
 
@@ -113,6 +125,13 @@ class Reader:
             for name, setting in settings_with_defaults.items()
             if setting.where is not None or name not in undecided
         }
+        if "trainer" not in settings and EXPERT_TENSOR not in settings | undecided and TENSOR in settings:
+            settings[EXPERT_TENSOR] = following_tensor_parallel(settings[TENSOR])
+        own_gpus = self.trainer_gpus(raw)
+        if not self.knows_trainer_gpus(raw):
+            settings = without(settings, ("trainer_nodes",))
+        elif own_gpus is not None:
+            settings["trainer_gpus"] = Setting(value=own_gpus, written=f"the trainer's {own_gpus} GPUs")
         unread: list[str] = []
         unneeded: list[str] = []
         for name, sentence in raw.absent.items():
@@ -137,12 +156,12 @@ class Reader:
             ray_job=ray_job,
             launch_file=raw.command[0].where.path if raw.command else "",
             runs_by_uv=("uv", "run") in pairwise(raw.words),
-            batch=self._batch_of(raw),
+            batch=self._batch_of(raw, own_gpus),
         )
 
-    def _batch_of(self, raw: RawRun) -> BatchFacts:
-        gpus, batch = self.trainer_gpus(raw), read_batch(raw, self.batch, self.batch_defaults)
-        return batch if gpus is None else replace(batch, trainer_gpus=gpus)
+    def _batch_of(self, raw: RawRun, own_gpus: int | None) -> BatchFacts:
+        batch = read_batch(raw, self.batch, self.batch_defaults)
+        return batch if own_gpus is None else replace(batch, trainer_gpus=own_gpus)
 
 
 def hangs_on(entry: Entry) -> str:

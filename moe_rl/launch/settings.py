@@ -28,6 +28,8 @@ class Setting(Generic[T]):
     """As it stands in the file, e.g. `--moe-router-fusion`; for a default "the default of ..."."""
     where: Where | None = None
     """None for a default."""
+    follows: str = ""
+    """Option whose value this one takes, because no file sets it."""
 
     def __bool__(self) -> bool:
         """Return whether the value is on, above 0 or not empty."""
@@ -65,9 +67,12 @@ class RunSettings:
     context_parallel_size: Number = None
     expert_model_parallel_size: Number = None
     expert_tensor_parallel_size: Number = None
+    """GPUs that share each expert. Unset, it follows TP (`following_tensor_parallel`) or is the framework's default."""
     gpus_per_node: Number = None
     """GPUs of a node that train."""
     trainer_nodes: Number = None
+    trainer_gpus: Number = None
+    """GPUs that train, where the files do not say them as nodes of so many."""
     rollout_gpus: Number = None
     """GPUs of the rollout engines."""
     colocate: Flag = None
@@ -176,12 +181,33 @@ class RunSettings:
             return None
         return setting.value
 
+    @property
+    def parts_of_expert(self) -> int:
+        """GPUs that share each expert; 1 where the files do not say."""
+        size = self.expert_tensor_parallel_size
+        return 1 if size is None else size.value
+
+    @property
+    def ranks_of_ep_group(self) -> int | None:
+        """GPUs that hold all experts of a layer together, EP x expert TP; None without an EP size."""
+        experts = self.expert_model_parallel_size
+        return None if experts is None else experts.value * self.parts_of_expert
+
 
 OPEN = ("framework", "options")
 # Type of every field's value.
 KINDS: Mapping[str, type] = {
     name: get_args(get_args(hint)[0])[0] for name, hint in get_type_hints(RunSettings).items() if name not in OPEN
 }
+
+
+EXPERT_TENSOR, TENSOR = "expert_tensor_parallel_size", "tensor_model_parallel_size"
+
+
+def following_tensor_parallel(tensor: Setting[int]) -> Setting[int]:
+    """Return the expert TP of a run that sets none: TP, in Megatron's initialize_model_parallel (parallel_state.py)."""
+    written = f"expert TP {tensor.value} (not set: Megatron takes TP)"
+    return Setting(value=tensor.value, written=written, follows=TENSOR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +238,13 @@ class ReadRun:
     """The script with the command that starts the run; empty if no script has one."""
     runs_by_uv: bool = False
     """Whether `uv run` starts the command, in an environment of its own."""
+
+    @property
+    def expert_tensor_is_open(self) -> bool:
+        """Whether a value outside the files decides how many GPUs share each expert."""
+        return self.settings.expert_tensor_parallel_size is None and not self.undecided.keys().isdisjoint(
+            (EXPERT_TENSOR, TENSOR)
+        )
 
 
 def setting_of(entry: Entry, name: str, meaning: Callable[[Any], object] | None = None) -> Setting[Any] | None:

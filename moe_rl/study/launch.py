@@ -14,7 +14,7 @@ from moe_rl.core.mappings import overlap, without
 from moe_rl.core.schedules import FRAMEWORK_LAYOUTS
 from moe_rl.launch import interpret, read_run
 from moe_rl.launch.keys import listed_model
-from moe_rl.launch.settings import ReadRun, RunSettings
+from moe_rl.launch.settings import EXPERT_TENSOR, ReadRun, RunSettings
 from moe_rl.option_groups import words_of
 from moe_rl.study.known_routes import routes_from
 from moe_rl.study.options import SimulationOptions
@@ -70,7 +70,7 @@ def launch_options(
     run = interpret(read_run(list(files)))
     share = 1.0 if schema.of_all_gpus else _simulated_share(run, stated)
     model = listed_model(run.settings)
-    options_of_files = {**_options(run.settings), **_batch_options(run, share)}
+    options_of_files = {**_options(run.settings, stated), **_batch_options(run, share)}
     plan_routes, plan_sentence = routes_from(run.settings)
     if plan_routes is not None:
         options_of_files["routes_from"] = plan_routes
@@ -83,9 +83,11 @@ def launch_options(
     sentences = [f"{file_names} sets no option that affects the prediction."]
     if priced:
         read = {name: f"{_word(value)} (not used)" if name in stated else value for name, value in priced.items()}
+        if _follows(run.settings) and EXPERT_TENSOR in read.keys() - stated.keys():
+            read[EXPERT_TENSOR] = f"{priced[EXPERT_TENSOR]} (not set: Megatron takes TP)"
         sentences = [f"from {file_names} ({run.settings.framework}): {_listed(read)}."]
     for name, sentence in run.undecided.items():
-        if name in SAME_NAME or name in OTHER_NAME:
+        if name in SAME_NAME or name in OTHER_NAME or name == EXPERT_TENSOR:
             sentences.append(f"{file_names}: {sentence}")
     sentences += [f"{file_names}: {sentence}" for sentence in left_out]
     if plan_sentence and "routes_from" in priced:
@@ -141,7 +143,7 @@ def _batch_options(run: ReadRun, share: float | None) -> dict[str, Any]:
     `share` of an update's sequences belongs to the simulated GPUs; None if it is not known.
     """
     batch, settings = run.batch, run.settings
-    context_parallel_size = _sizes(settings)["context_parallel_size"]
+    context_parallel_size = _sizes(settings, NOTHING)["context_parallel_size"]
     batch_sizes = {
         "micro_batch_tokens": batch.micro_batch_tokens(context_parallel_size),
         "samples_per_prompt": batch.samples_per_prompt,
@@ -169,9 +171,17 @@ def _batch_options(run: ReadRun, share: float | None) -> dict[str, Any]:
     return options
 
 
-def _sizes(settings: RunSettings) -> dict[str, int]:
+def _follows(settings: RunSettings) -> str:
+    """Return the option whose value expert TP takes, because the files do not set it; empty if it takes none."""
+    size = settings.expert_tensor_parallel_size
+    return "" if size is None else size.follows
+
+
+def _sizes(settings: RunSettings, stated: Mapping[str, Any]) -> dict[str, int]:
+    """Return the files' sizes; an expert TP that follows TP follows a stated one, too."""
     sizes = {name: int(str(settings.value_of(name) or 1)) for name in SIZES}
-    return {**sizes, "expert_tensor_parallel_size": _expert_tensor(settings)}
+    sizes[EXPERT_TENSOR] = int(stated.get(_follows(settings), sizes[EXPERT_TENSOR]))
+    return sizes
 
 
 def _simulated_share(run: ReadRun, stated: Mapping[str, Any]) -> float | None:
@@ -185,7 +195,7 @@ def _simulated_share(run: ReadRun, stated: Mapping[str, Any]) -> float | None:
         return None
     simulated: int | None = stated.get("gpus")
     if simulated is None:
-        sizes = {**_sizes(run.settings), **overlap(stated, SIZES)}
+        sizes = {**_sizes(run.settings, stated), **overlap(stated, SIZES)}
         experts = sizes["expert_model_parallel_size"] * sizes["expert_tensor_parallel_size"]
         slices = sizes["tensor_model_parallel_size"] * sizes["context_parallel_size"]
         ranks = experts * stated["num_ep_groups"] if "num_ep_groups" in stated else math.lcm(experts, slices)
@@ -193,7 +203,7 @@ def _simulated_share(run: ReadRun, stated: Mapping[str, Any]) -> float | None:
     return min(1.0, simulated / run.batch.gpus)
 
 
-def _options(settings: RunSettings) -> dict[str, Any]:
+def _options(settings: RunSettings, stated: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for flag in (*SAME_NAME, *OTHER_NAME):
         setting = settings.option(flag)
@@ -223,16 +233,10 @@ def _options(settings: RunSettings) -> dict[str, Any]:
     if offload is not None and offload.value:
         share = settings.option("optimizer_offload_fraction")
         values["optimizer_offload_fraction"] = 1.0 if share is None else float(share.value)
-    values["expert_tensor_parallel_size"] = _expert_tensor(settings)
+    values[EXPERT_TENSOR] = _sizes(settings, stated)[EXPERT_TENSOR]
     if settings.framework in FRAMEWORK_LAYOUTS:
         values["layout"] = settings.framework
     return values
-
-
-def _expert_tensor(settings: RunSettings) -> int:
-    """Return the parts that every expert is cut into: Megatron cuts them as attention unless it is told otherwise."""
-    size = settings.value_of("expert_tensor_parallel_size") or settings.value_of("tensor_model_parallel_size") or 1
-    return int(str(size))
 
 
 def _listed(options: Mapping[str, object]) -> str:

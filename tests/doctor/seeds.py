@@ -217,6 +217,20 @@ SEEDS = [
         (("text:--colocate", "--colocate --actor-num-nodes 2 --actor-num-gpus-per-node 4"),),
     ),
     Seed(
+        "gpus-do-not-add-up",
+        "verl",
+        (ENGINE + "expert_tensor_parallel_size", REMOVED),
+        ERROR,
+        (("trainer.n_gpus_per_node", 8), ("text:NODES:-2", "NODES:-1")),
+    ),
+    Seed(
+        "gpus-do-not-add-up",
+        "nemo_rl",
+        ("cluster.num_nodes", 3),
+        ERROR,
+        (("cluster.gpus_per_node", 8), ("cluster.num_nodes", 2)),
+    ),
+    Seed(
         "reorder-of-offloaded-state", "slime", ("env:MOE_RL", "moe-rl"), WARNING, (("--optimizer-cpu-offload", True),)
     ),
     *option(

@@ -1,45 +1,83 @@
 """Traps of parallel groups, dispatch and starting weights."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from moe_rl.doctor.traps import NOTE, Case, Found, above, spans_nodes
 from moe_rl.doctor.verdict import adapts_experts
+from moe_rl.launch.settings import EXPERT_TENSOR, RunSettings, Setting
 
 
 def gpus_do_not_add_up(case: Case) -> Iterator[Found]:
     """Megatron stops if the number of trainer GPUs is not a multiple of TP x PP x CP and of expert TP x EP x PP.
-    Without --colocate, trainer and rollout engines get GPUs of their own. If the cluster has fewer than their sum, Ray
-    waits for the missing GPUs and the run never starts. As many GPUs for rollouts as for the trainer often mean that
-    --colocate was forgotten.
+    Megatron takes TP as expert TP if expert TP is not set (verl, slime, miles, SkyRL and ROLL hand it nothing else).
+    In slime and miles without --colocate, trainer and rollout engines get GPUs of their own. If the cluster has fewer
+    than their sum, Ray waits for the missing GPUs and the run never starts. As many GPUs for rollouts as for the
+    trainer often mean that --colocate was forgotten.
     """
     settings = case.settings
-    nodes, per_node, rollout = settings.trainer_nodes, settings.gpus_per_node, settings.rollout_gpus
-    if nodes is None or per_node is None:
+    trainer = _trainer_gpus(settings)
+    if trainer is None or settings.trainer is not None:
         return
-    trainer = nodes.value * per_node.value
-    stages = settings.pipeline_model_parallel_size
-    dense = (settings.tensor_model_parallel_size, stages, settings.context_parallel_size)
-    experts = (settings.expert_tensor_parallel_size, settings.expert_model_parallel_size, stages)
-    for sizes in (dense, experts):
-        # A size that is not known may be any: what is known must divide the number of GPUs all the same.
-        ranks, stated = 1, []
-        for size in sizes:
-            if size is not None and above(size, 1):
-                ranks *= size.value
-                stated.append(size)
-        if trainer % ranks:
-            factors = " x ".join(["{}"] * len(stated))
-            sentence = f"{{}} x {{}} is {trainer} GPUs, not a multiple of {ranks}: {factors}."
-            yield Found(sentence, nodes, per_node, *stated)
-    if rollout is not None and rollout.value == trainer and not settings.colocate:
+    yield from _sizes_that_do_not_divide(settings, trainer)
+    nodes, per_node, rollout = settings.trainer_nodes, settings.gpus_per_node, settings.rollout_gpus
+    if rollout is not None and rollout.value == trainer.gpus and not settings.colocate:
         yield Found(
-            f"{{}} x {{}} and {{}} are {trainer} GPUs each. Without --colocate, the run needs {2 * trainer} GPUs.",
+            f"{{}} x {{}} and {{}} are {trainer.gpus} GPUs each. Without --colocate, the run needs {2 * trainer.gpus} "
+            "GPUs.",
             nodes,
             per_node,
             rollout,
             severity=NOTE,
             remedy="Add --colocate if rollouts and training share their GPUs, or start Ray with the sum of both.",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerGpus:
+    """GPUs that train, and the settings that say their number."""
+
+    gpus: int
+    settings: tuple[Setting[int], ...]
+
+
+def _trainer_gpus(settings: RunSettings) -> TrainerGpus | None:
+    """Return the GPUs that train; None if the files do not say."""
+    nodes, per_node = settings.trainer_nodes, settings.gpus_per_node
+    if settings.trainer_gpus is not None:
+        return TrainerGpus(gpus=settings.trainer_gpus.value, settings=(settings.trainer_gpus,))
+    if nodes is None or per_node is None:
+        return None
+    return TrainerGpus(gpus=nodes.value * per_node.value, settings=(nodes, per_node))
+
+
+def _sizes_that_do_not_divide(settings: RunSettings, trainer: TrainerGpus) -> Iterator[Found]:
+    """Yield TP x PP x CP and expert TP x EP x PP, each if the number of GPUs is no multiple of it."""
+    stages, expert_tensor = settings.pipeline_model_parallel_size, settings.expert_tensor_parallel_size
+    dense = (settings.tensor_model_parallel_size, stages, settings.context_parallel_size)
+    experts = (expert_tensor, settings.expert_model_parallel_size, stages)
+    dense_ranks = _product(dense)
+    for sizes in (dense, experts):
+        ranks = _product(sizes)
+        # The second product says nothing new where it divides the first.
+        if trainer.gpus % ranks == 0 or (sizes is experts and dense_ranks % ranks == 0):
+            continue
+        stated = [size for size in sizes if size is not None and above(size, 1)]
+        number, factors = " x ".join(["{}"] * len(trainer.settings)), " x ".join(["{}"] * len(stated))
+        if len(trainer.settings) > 1:
+            number += f" is {trainer.gpus} GPUs,"
+        else:
+            number += " are"
+        remedy = None
+        if sizes is experts and expert_tensor is not None and trainer.gpus % (ranks // expert_tensor.value) == 0:
+            remedy = f"Set {EXPERT_TENSOR} to 1, or choose numbers of nodes and GPUs that the parallel sizes divide."
+        yield Found(f"{number} not a multiple of {ranks}: {factors}.", *trainer.settings, *stated, remedy=remedy)
+
+
+def _product(sizes: Iterable[Setting[int] | None]) -> int:
+    """Return the product of the sizes that are known; one that is not may be any, and the known divide all the same."""
+    return math.prod(size.value for size in sizes if size is not None and above(size, 1))
 
 
 def experts_not_divisible(case: Case) -> Iterator[Found]:
@@ -106,19 +144,29 @@ def deepep_in_small_groups(case: Case) -> Iterator[Found]:
     """Within one node, alltoall and allgather were reported to be faster than DeepEP, and Megatron's maintainers
     recommend these two dispatchers.
     """
-    backend, ranks = case.flex_backend, case.settings.expert_model_parallel_size
-    if backend and backend.value == "deepep" and ranks and 1 < ranks.value <= 8:
-        yield Found("{} is used with {}.", backend, ranks)
+    backend, experts = case.flex_backend, case.settings.expert_model_parallel_size
+    ranks = case.settings.ranks_of_ep_group
+    if backend and backend.value == "deepep" and ranks is not None and 1 < ranks <= 8:
+        yield Found("{} is used with {}.", backend, experts)
 
 
 def expert_group_leaves_node(case: Case) -> Iterator[Found]:
-    """The ranks of an EP group exchange every token twice per layer. Inside a node, the tokens travel over NVLink.
-    Between nodes, they travel over the network, which is 5 to 10 times slower. The same GPUs may be faster with more
-    pipeline stages and a smaller EP size. Systems whose NVLink spans nodes (GB200 NVL72) are not affected.
+    """The ranks of an EP group (EP x expert TP) exchange every token twice per layer. Inside a node, the tokens travel
+    over NVLink. Between nodes, they travel over the network, which is 5 to 10 times slower. The same GPUs may be
+    faster with more pipeline stages and a smaller EP size. Systems whose NVLink spans nodes (GB200 NVL72) are not
+    affected.
     """
-    ranks, node = case.settings.expert_model_parallel_size, case.settings.gpus_per_node
-    if ranks and node and spans_nodes(case):
-        yield Found("{} exceeds the number of GPUs per node ({}).", ranks, node)
+    settings = case.settings
+    experts, node = settings.expert_model_parallel_size, settings.gpus_per_node
+    if not (experts and node and spans_nodes(case)):
+        return
+    if settings.parts_of_expert == 1:
+        yield Found("{} exceeds the number of GPUs per node ({}).", experts, node)
+    else:
+        cut = settings.expert_tensor_parallel_size
+        yield Found(
+            f"{{}} x {{}} is {settings.ranks_of_ep_group} GPUs, more than a node has ({{}}).", experts, cut, node
+        )
 
 
 def expert_adapters_under_expert_tensor_parallel(case: Case) -> Iterator[Found]:

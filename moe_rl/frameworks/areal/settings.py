@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moe_rl.frameworks.megatron import settings as megatron
 from moe_rl.launch.keys import Keys, Known, Reader, last_entry, rules_of, with_model
-from moe_rl.launch.settings import defaults, said_by
+from moe_rl.launch.settings import EXPERT_TENSOR, defaults, said_by
 from moe_rl.launch.sources import Entry, RawRun
 from moe_rl.yaml_files import read_yaml
 
@@ -61,6 +61,9 @@ def _complete(settings: Known, raw: RawRun) -> Known:
         settings = {
             SIZES[name]: said_by(backend, int(size)) for name, size in sizes.items() if name in SIZES
         } | settings
+        # Of `ffn:d1p4t2e8` the t; AReaL hands Megatron 1 where none stands, whatever the t of attention is.
+        (expert_tensor,) = re.findall(r"t(\d+)", experts)[:1] or ["1"]
+        settings = {EXPERT_TENSOR: said_by(backend, int(expert_tensor))} | settings
     settings = megatron.built_by_bridge(defaults("AReaL", packed=True) | settings)
     return with_model(settings, raw, "actor.path")
 

@@ -9,6 +9,7 @@ NVIDIA-NeMo/Megatron-Bridge 0.3.1 training/config.py; modelscope/ms-swift 4.6.0 
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from moe_rl.launch.keys import Keys, Known, Reader, Rule, rules_of
@@ -88,7 +89,9 @@ def argument_defaults(settings: Known, raw: RawRun) -> Known:
 
 def _complete(settings: Known, raw: RawRun) -> Known:
     if is_bridge(raw):
-        return built_by_bridge(settings)
+        return defaults("Megatron-Bridge's recipes", **FACTS["bridge_recipes"]) | built_by_bridge(settings)
+    if any(first == "megatron" and second in FACTS["swift_commands"] for first, second in pairwise(raw.words)):
+        settings = defaults("ms-swift", **FACTS["swift"]) | settings
     return argument_defaults(settings, raw)
 
 

@@ -18,6 +18,8 @@ POLICY = "policy.megatron_cfg."
 FP8 = ("fp8", "fp8_recipe")
 FP8_SWITCH = POLICY + "fp8_cfg.enabled"
 MEGATRON_SWITCH = POLICY + "enabled"
+COLOCATED = "policy.generation.colocated.enabled"
+GENERATION_NODES = "policy.generation.colocated.resources.num_nodes"
 
 FACTS = read_yaml(Path(__file__).with_suffix(".yaml"))
 KEYS: Keys = {**megatron.keys_in(POLICY), **rules_of(FACTS)}
@@ -31,7 +33,7 @@ def _complete(settings: Known, raw: RawRun) -> Known:
         if switch is None and not any("megatron" in name for name in raw.absent):
             return defaults("NeMo-RL", trainer="DTensor")
         settings = defaults("NeMo-RL", **FACTS["set_by_bases"]) | settings
-    settings = megatron.built_by_bridge(settings)
+    settings = defaults("NeMo-RL", **FACTS["defaults"]) | megatron.built_by_bridge(settings)
     # NeMo-RL's base configuration names an FP8 format and recipe that `fp8_cfg.enabled` alone switches on.
     if _switched_off(raw, FP8_SWITCH):
         settings = without(settings, FP8)
@@ -69,6 +71,18 @@ def _trainer_gpus(raw: RawRun) -> int | None:
     return facts.gpus - (facts.separate_rollout_gpus or 0)
 
 
+def _knows_trainer_gpus(raw: RawRun) -> bool:
+    """Return whether no teacher, reward model or service takes nodes, and rollout engines only a known number."""
+    colocated = last_entry(raw, COLOCATED)
+    if colocated is not None and colocated.missing:
+        return False
+    counted = ("cluster.num_nodes", GENERATION_NODES)
+    return not any(
+        entry.key.endswith(("num_nodes", "num_gpu_nodes")) and entry.key not in counted and entry.value
+        for entry in raw.entries
+    )
+
+
 def _remarks(raw: RawRun) -> tuple[str, ...]:
     off = _switched_off(raw, MEGATRON_SWITCH)
     return ("policy.megatron_cfg is off, so the policy trains without Megatron, and no setting was checked.",) * off
@@ -87,6 +101,7 @@ READER = Reader(
     batch=FACTS["batch"],
     batch_defaults=FACTS["batch_defaults"],
     trainer_gpus=_trainer_gpus,
+    knows_trainer_gpus=_knows_trainer_gpus,
     keys=KEYS,
     option=megatron.option_in(POLICY, POLICY + "distributed_data_parallel_config.", POLICY + "optimizer."),
     knows=knows,
