@@ -64,7 +64,7 @@ def make_plans(scenario: Scenario, policies: Sequence[str], progress: Progress) 
     # Threads, not processes: numpy and the core let others run, and nobody copies the loads.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         # The last ones take longest (235B, EP32: moe-rl 2.3 s, eplb 0.1 s), so they start first.
-        futures = {name: pool.submit(_plan, *planned_as(scenario, name)) for name in reversed(policies)}
+        futures = {name: pool.submit(plan_of_policy, *planned_as(scenario, name)) for name in reversed(policies)}
         for index, name in enumerate(policies):
             progress(f"planning {name}", index, len(policies))
             plan = futures[name].result()
@@ -93,7 +93,7 @@ def certified(scenario: Scenario, plan: Plan) -> Plan:
     )
 
 
-def _plan(scenario: Scenario, name: str) -> Plan:
+def plan_of_policy(scenario: Scenario, name: str) -> Plan:
     """Return the policy's plan of the step, with the homes that it last chose where it can keep homes."""
     parameters, policy, problem = scenario.options.planning.parameters_of(name), POLICIES[name], scenario.problem
     # The half of this step that stands in for an earlier one is for policies that cannot do without.

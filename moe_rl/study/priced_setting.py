@@ -8,17 +8,17 @@ Example: EP16 on 32 GPUs without a pipeline is two EP groups: `moe-rl simulate r
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from moe_rl.core.mappings import subset, without
+from moe_rl.core.mappings import without
 from moe_rl.core.plan import Plan
 from moe_rl.option_groups import words_of
 from moe_rl.planner.base import OURS
-from moe_rl.planner.registry import make_planner
 from moe_rl.report.tuned_settings import ShapeLevers, TunedSetting
+from moe_rl.study.groups import PlanningOptions
 from moe_rl.study.options import RECORDED, SimulationOptions
-from moe_rl.study.plan_and_price import pricing_of
+from moe_rl.study.plan_and_price import plan_of_policy, pricing_of
 from moe_rl.study.rl_options import TuneOptions
 from moe_rl.study.scenario import Scenario, state_scenario
 from moe_rl.study.shown import SHOWN
@@ -67,41 +67,70 @@ def levers_on_all_layers(
     """Return tokens/s/GPU of a setting and its levers by the path of `simulate`, and the command that prints them."""
     of_run = simulated_options(shape.setting, options, num_tokens=num_tokens, batch=batch)
     scenario = state_scenario(trace, of_run, lambda *_: None)
-    plans = _plans(scenario, shape)
+    plans = {lever: _planned(scenario, row_of_lever(lever, shape)) for lever in shape.speeds}
     simulate, _ = pricing_of(scenario, plans)
     policies = simulate(scenario.training_step.setting).policies
     gpus = scenario.topology.num_ranks * shape.setting.pipeline_model_parallel_size
-    speeds = {name: (policies[name].prediction.tokens_per_s or 0.0) / gpus for name in plans}
-    before = speeds.get("engine", speeds["static"])
-    speeds["packing"] = before * shape.setting.packing_gain
-    priced = replace(shape, speeds=subset(speeds, shape.speeds))
+    speeds = {lever: (policies[lever].prediction.tokens_per_s or 0.0) / gpus for lever in shape.speeds}
+    priced = replace(shape, speeds=speeds)
     return replace(priced, command=command_of(trace, of_run, priced))
 
 
-def _plans(scenario: Scenario, shape: ShapeLevers) -> dict[str, Plan]:
-    """Return the plan of every lever but packing, which lengths price."""
-    problem, engine = scenario.problem, shape.engine
-    ours = make_planner("moe-rl")
-    over = replace(problem, domain_balance=engine or OURS)
-    plans = {"static": make_planner("static").plan(problem), "homes": ours.plan(over)}
-    if "resident copies" in shape.speeds:
-        plans["resident copies"] = ours.plan(replace(over, resident_slots=shape.resident_slots))
-    if engine is not None:
-        policy = "moonep"
-        if engine == "engine:ultraep":
-            policy = "ultraep"
-        plans["engine"] = make_planner(policy).plan(problem)
-        plans["moe-rl replicas"] = ours.plan(replace(problem, resident_slots=shape.resident_slots))
-    return plans
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRow:
+    """The row of `simulate` in which a lever stands: its policy, and the options that make it that lever."""
+
+    policy: str
+    domain_balance: str = OURS
+    resident_slots: int = 0
+    policy_option: tuple[str, ...] = ()
+
+    def options(self, stated: PlanningOptions) -> dict[str, Any]:
+        """Return the options of `simulate` that print the row beside static placement."""
+        return {
+            "policy": list(dict.fromkeys(["static", self.policy])),
+            "policy_option": [
+                *(option for option in stated.policy_option if option.startswith(f"{self.policy}.")),
+                *self.policy_option,
+            ],
+            "domain_balance": self.domain_balance,
+            "resident_slots": self.resident_slots,
+        }
 
 
-def command_of(trace: TraceLike, options: TuneOptions, shape: ShapeLevers) -> str:
-    """Return the line of `moe-rl simulate` that prints the static step and that of the fastest levers."""
-    stated = without(options.stated_words(), OF_THE_SEARCH)
-    if shape.lever in ("resident copies", "moe-rl replicas"):
-        stated["resident_slots"] = shape.resident_slots
-    if shape.engine is not None and shape.lever != "moe-rl replicas":
-        stated["domain_balance"] = shape.engine
+def row_of_lever(lever: str, shape: ShapeLevers) -> SimulatedRow:
+    """Return the row of `simulate` that is a setting with this lever and those before it.
+
+    Packing over an engine is `moe-rl` whose experts stay where they are; without an engine it is `static+pack`.
+    """
+    engine = shape.engine or OURS
+    if lever == "static":
+        return SimulatedRow(policy="static")
+    if lever == "engine":
+        return SimulatedRow(policy="ultraep" if engine == "engine:ultraep" else "moonep")
+    if lever == "packing" and shape.engine is None:
+        return SimulatedRow(policy="static+pack")
+    if lever == "packing":
+        stay = ("moe-rl.reorder=false", "moe-rl.cross_node=false")
+        return SimulatedRow(policy="moe-rl", domain_balance=engine, policy_option=stay)
+    if lever == "homes":
+        return SimulatedRow(policy="moe-rl", domain_balance=engine)
+    if lever == "resident copies":
+        return SimulatedRow(policy="moe-rl", domain_balance=engine, resident_slots=shape.resident_slots)
+    return SimulatedRow(policy="moe-rl", resident_slots=shape.resident_slots)
+
+
+def _planned(scenario: Scenario, row: SimulatedRow) -> Plan:
+    """Return the plan that `simulate` makes for a row."""
+    words = row.options(scenario.options.planning)
+    of_row = scenario.over_engine(row.domain_balance).with_slots("resident_slots", row.resident_slots)
+    return plan_of_policy(replace(of_row, options=of_row.options.with_words(**words)), row.policy)
+
+
+def command_of(trace: TraceLike, options: TuneOptions, shape: ShapeLevers, lever: str = "") -> str:
+    """Return the line of `moe-rl simulate` that prints the static step and that of a lever; empty: of the fastest."""
+    row = row_of_lever(lever or shape.lever, shape)
+    stated = {**without(options.stated_words(), OF_THE_SEARCH), **row.options(options.planning)}
     return " ".join(["moe-rl simulate", shlex.quote(str(trace)), *flags_of(stated)])
 
 

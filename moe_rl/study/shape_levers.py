@@ -240,7 +240,7 @@ def _plans(scenario: Scenario, engine: str | None, slots: int, share: float) -> 
         plans["resident copies"] = ours.plan(replace(over, resident_slots=slots))
     if engine is not None:
         plans["engine"] = make_planner("ultraep" if engine == "engine:ultraep" else "moonep").plan(problem)
-        plans["moe-rl replicas"] = ours.plan(replace(problem, resident_slots=slots))
+        plans["moe-rl replicas"] = ours.plan(replace(problem, domain_balance=OURS, resident_slots=slots))
     return plans
 
 
