@@ -37,14 +37,18 @@ class SizeComparison:
     other_software: str
     rows: tuple[ComparedSize, ...]
     """Today's setting first."""
+    unstated: tuple[str, ...] = ()
+    """Of today's setting, what the user left out, as it was chosen, e.g. "tokens=8192"."""
 
     def __str__(self) -> str:
         setting = self.today.setting
         head = (
             f"speed relative to today's setting ({setting.name}, {setting.dispatcher}, micro-batches of "
-            f"{setting.micro_batch_tokens:,} tokens) with static placement, {self.today.speeds['static']:,.0f} "
-            "tokens/s/GPU"
+            f"{setting.micro_batch_tokens:,} tokens, recompute {setting.recompute}) with static placement, "
+            f"{self.today.speeds['static']:,.0f} tokens/s/GPU"
         )
+        if self.unstated:
+            head += f"\nnot stated by --current, so assumed of today's setting: {', '.join(self.unstated)}"
         columns = f"{'':27}{self.software + ':':>9} static  moe-rl  80 % interval"
         if self.rows[0].other is not None:
             columns += f"  {self.other_software + ':':>9} static  moe-rl"

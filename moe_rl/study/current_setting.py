@@ -4,21 +4,24 @@ All speeds are by the routes of the trace. A ratio of two settings is priced aga
 included, and under the other kind of software, for which moe-rl plans anew.
 
 Example: `--current ep=8,pp=2` on 64 GPUs: TP, CP and expert TP are 1, and the token budget is the one with which the
-framework's own layout is fastest.
+framework's own layout is fastest. `--current ep=8,pp=2,tokens=16384,recompute=none` leaves nothing but the dispatcher
+to choose.
 """
 
 from dataclasses import dataclass, replace
 from math import hypot, log, sqrt
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_rl.config import load_software
 from moe_rl.core.cost import Floats
-from moe_rl.core.errors import require
+from moe_rl.core.errors import require, require_known
 from moe_rl.core.interval import Interval
 from moe_rl.core.mappings import attributes
 from moe_rl.core.software import TUNED, TYPICAL, SoftwareCosts
+from moe_rl.core.step_words import Recompute
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.profiling.posterior import Posterior
 from moe_rl.report.size_comparison import ComparedSize, SizeComparison, with_moe_rl
@@ -37,38 +40,83 @@ OTHERS_OF_CURRENT = (
 )  # fmt: skip
 
 
-def current_setting(options: TuneOptions, task: ShapeTask) -> TunedSetting:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurrentSetting:
+    """The setting of `--current`, priced."""
+
+    row: TunedSetting
+    unstated: tuple[str, ...]
+    """What `--current` leaves out, as `tune` chose it, e.g. "tokens=8192"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StatedSetting:
+    """The words of `--current`."""
+
+    text: str
+    options: TuneOptions
+    recompute: Recompute | None
+    """None: not stated."""
+
+    @classmethod
+    def of(cls, parts: list[str]) -> Self:
+        """Read option=value parts; raise where one is unknown, or the same for every setting."""
+        words = dict[str, str]()
+        for part in parts:
+            name, equals, value = part.partition("=")
+            require(bool(equals and value), f"--current {part!r} must have the form option=value, e.g. ep=8.")
+            words[name.strip().replace("-", "_")] = value.strip()
+        recompute = words.pop("recompute", None)
+        if recompute is not None:
+            require_known(recompute, tuple(Recompute), f"--current recompute={recompute} is unknown.")
+        if "tokens" in words:
+            require("micro_batch_tokens" not in words, "--current states tokens and micro_batch_tokens: give only one.")
+            words["micro_batch_tokens"] = words.pop("tokens")
+        options = merge_options(TuneOptions, words)
+        for name in options.stated_words():
+            require(
+                name in SIZES_OF_CURRENT or name in OTHERS_OF_CURRENT,
+                f"--current cannot contain {name}, because it is the same for every setting.",
+            )
+        if recompute is None and options.states("recompute_granularity"):
+            recompute = options.memory.recompute
+        return cls(text=",".join(parts), options=options, recompute=None if recompute is None else Recompute(recompute))
+
+    @property
+    def names_dispatcher(self) -> bool:
+        """Whether a part names the dispatcher."""
+        return self.options.states("moe_token_dispatcher_type") or self.options.states("moe_flex_dispatcher_backend")
+
+
+def current_setting(options: TuneOptions, task: ShapeTask) -> CurrentSetting:
     """Return the setting of `--current`, priced; raise where Megatron could not start it, or it does not fit."""
-    words = {}
-    for part in options.current:
-        name, equals, value = part.partition("=")
-        require(bool(equals and value), f"--current {part!r} must have the form option=value, e.g. ep=8.")
-        words[name.strip().replace("-", "_")] = value.strip()
-    stated = merge_options(TuneOptions, words)
-    for name in stated.stated_words():
-        require(
-            name in SIZES_OF_CURRENT or name in OTHERS_OF_CURRENT,
-            f"--current cannot contain {name}, because it is the same for every setting.",
-        )
-    sizes = {place: stated.value_of(name) or 1 for name, place in SIZES_OF_CURRENT.items()}
-    names_dispatcher = stated.states("moe_token_dispatcher_type") or stated.states("moe_flex_dispatcher_backend")
-    kernels = stated.kernels if names_dispatcher else options.kernels
+    stated = _StatedSetting.of(options.current)
+    sizes = {place: stated.options.value_of(name) or 1 for name, place in SIZES_OF_CURRENT.items()}
+    kernels = stated.options.kernels if stated.names_dispatcher else options.kernels
     shape = ParallelLayout(**sizes, dispatcher=kernels.dispatcher)
     # hybridep is not searched, but a run may have it.
     possible = shapes_of(task.model, task.hardware, task.gpus, task.ranks_per_node, shape.expert_tensor_parallel_size)
     is_possible = any(attributes(other, tuple(sizes)) == sizes for other in possible)
-    require(is_possible, f"--current {','.join(options.current)}: {shape.name} is not possible on {task.gpus} GPUs.")
-    budget = stated.sequences.micro_batch_tokens
+    require(is_possible, f"--current {stated.text}: {shape.name} is not possible on {task.gpus} GPUs.")
+    budget = stated.options.sequences.micro_batch_tokens
     own = replace(
         task,
         shapes=(shape,),
         micro_batch_tokens=task.micro_batch_tokens if budget is None else max(budget, int(task.lengths.max())),
-        recompute=(stated.memory.recompute,) if stated.states("recompute_granularity") else task.recompute,
+        recompute=task.recompute if stated.recompute is None else (stated.recompute,),
     )
     settings = own.settings_of(0)
-    require(len(settings) > 0, f"--current {','.join(options.current)}: {shape.name} does not fit into memory.")
+    require(len(settings) > 0, f"--current {stated.text}: {shape.name} does not fit into memory.")
     # Today's run has the framework's layout: of the budgets, the one with which that is fastest.
-    return max(settings, key=lambda row: row.tokens_per_s_per_gpu / row.packing_gain)
+    row = max(settings, key=lambda row: row.tokens_per_s_per_gpu / row.packing_gain)
+    unstated = []
+    if own.micro_batch_tokens is None:
+        unstated.append(f"tokens={row.micro_batch_tokens}")
+    if len(own.recompute) > 1:
+        unstated.append(f"recompute={row.recompute}")
+    if not stated.names_dispatcher and not options.states("moe_token_dispatcher_type"):
+        unstated.append(f"moe_token_dispatcher_type={row.dispatcher.as_options['moe_token_dispatcher_type']}")
+    return CurrentSetting(row=row, unstated=tuple(unstated))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +129,9 @@ class SizeComparer:
     sampled: SampledRoutes
     lengths: NDArray[np.int64]
 
-    def compare(self, today: ShapeLevers, levers: tuple[ShapeLevers, ...]) -> SizeComparison:
+    def compare(
+        self, today: ShapeLevers, levers: tuple[ShapeLevers, ...], *, unstated: tuple[str, ...]
+    ) -> SizeComparison:
         """Return today's setting and the fastest setting of every EP size; `levers` are the fastest first."""
         fastest = dict[int, ShapeLevers]()
         for shape in levers:
@@ -105,7 +155,7 @@ class SizeComparer:
                     interval=(low, high), other=of_other,
                 )
             )  # fmt: skip
-        return SizeComparison(today=today, software=software, other_software=other, rows=tuple(rows))
+        return SizeComparison(today=today, unstated=unstated, software=software, other_software=other, rows=tuple(rows))
 
     def sample_of(self, row: TunedSetting, options: TuneOptions | None = None) -> ShapeSample:
         """Return the sample of a setting, planned for the options' software."""

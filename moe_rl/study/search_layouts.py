@@ -41,6 +41,7 @@ from moe_rl.study.executors import Executor
 from moe_rl.study.intervals import around
 from moe_rl.study.known_steps import KnownMemory, posterior_of, priors_of, surprises
 from moe_rl.study.lengths import FULL_SIZE_TOKENS
+from moe_rl.study.options import RECORDED
 from moe_rl.study.parallel_shapes import OF_EVERY_SIZE, estimated_speeds, next_shapes, shapes_of
 from moe_rl.study.population import check_population, population_cautions, population_notes, sink_cautions
 from moe_rl.study.priced_setting import levers_on_all_layers
@@ -112,7 +113,7 @@ def tune(
     listed = f" with {', '.join(f'{name} {value}' for name, value in given.items())}" if given else ""
     shapes = _shapes_to_search(options, model, hardware, base, given)
     require(len(shapes) > 0, f"no parallel layout of {model.name!r} uses exactly {options.parallel.gpus} GPUs{listed}.")
-    task = _shape_task(options, shapes, model, hardware, base, batch.lengths, tell)
+    task = _shape_task(options, shapes, model, hardware, base, batch, tell)
     today = current_setting(options, task) if options.current else None
 
     settings = {
@@ -143,10 +144,10 @@ def tune(
             raise InvalidInputError("--current compares settings by routes, but the trace contains only counts.")
         progress("comparing with today's setting", 0, 1)
         comparer = SizeComparer(options=options, task=task, posterior=posterior, sampled=sampled, lengths=batch.lengths)
-        levers_today = comparer.sample_of(today).levers()
+        levers_today = comparer.sample_of(today.row).levers()
         if trace is not None and options.routes_like is None:
             levers_today = _on_all_layers(levers_today, trace, options, batch)
-        comparison = comparer.compare(levers_today, levers)
+        comparison = comparer.compare(levers_today, levers, unstated=today.unstated)
     return Tuned(
         model=model.name, cluster=hardware.name, gpus=task.gpus, num_tokens=int(batch.lengths.sum()),
         num_sequences=len(batch.lengths), batch=batch.words, num_shapes=len(task.shapes),
@@ -195,11 +196,11 @@ def _shape_task(
     model: MoeModelSpec,
     hardware: HardwareSpec,
     base: StepSetting,
-    lengths: NDArray[np.int64],
+    batch: TunedBatch,
     tell: Tell,
 ) -> ShapeTask:
     """Return the work of the search; a token budget below the longest sequence is raised to it, with a sentence."""
-    budget = options.sequences.micro_batch_tokens
+    budget, lengths = options.sequences.micro_batch_tokens, batch.lengths
     if budget is not None and budget < lengths.max():
         tell(
             f"micro-batches have up to {lengths.max():,} tokens instead of {budget:,}, because the longest sequence "
@@ -212,7 +213,8 @@ def _shape_task(
         ranks_per_node=parallel.ranks_per_node or hardware.ranks_per_node,
         buffers=slots.replica_slots + 2 * slots.number_of("cross_node_slots", "moe-rl tune"),
         recompute=(base.recompute,) if "recompute" in _decided(options) else RECOMPUTE,
-        micro_batch_tokens=budget,
+        layout=options.sequences.layout, packing=options.sequences.packing, micro_batch_tokens=budget,
+        is_recorded=batch.kind == RECORDED,
         resident_slots=None if slots.resident_slots == AUTO else int(slots.resident_slots),
     )  # fmt: skip
 
@@ -388,6 +390,10 @@ def _notes(options: TuneOptions, rows: list[TunedSetting], task: ShapeTask, post
             f"software: {software} ({reason}). With --software {other.name}, {compared_rows[best].name} would be the "
             f"fastest, at {speeds[best]:,.0f} tokens/s/GPU."
         ]
+    if task.is_recorded:
+        sentences.append(
+            "peak memory is that of the recorded batch: a batch with fuller micro-batches may need more recomputation."
+        )
     sentences += population_notes(task.model, task.hardware, software)
     return [*sentences, *filter(None, [task.hardware.assumption()])]
 

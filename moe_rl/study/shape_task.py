@@ -15,12 +15,12 @@ from moe_rl.core.layout import BatchLayout
 from moe_rl.core.mappings import attributes
 from moe_rl.core.model import MoeModelSpec
 from moe_rl.core.native import native_core
-from moe_rl.core.schedules import verl_layout
+from moe_rl.core.schedules import framework_layout, with_rule
 from moe_rl.core.software import SoftwareCosts
 from moe_rl.core.step_words import Recompute
 from moe_rl.core.topology import ClusterTopology, HardwareSpec
 from moe_rl.planner.packing import best_start
-from moe_rl.report.tuned_settings import ParallelLayout, TunedSetting
+from moe_rl.report.tuned_settings import ALIKE, ParallelLayout, TunedSetting
 from moe_rl.report.units import GIB
 from moe_rl.simulators.balanced import BalancedBatch, BalancedStep, cost_of_lengths, length_of_equal_sequences
 from moe_rl.simulators.base_time import default_cp_comm_type
@@ -55,8 +55,14 @@ class ShapeTask:
     gpus: int
     ranks_per_node: int
     recompute: tuple[Recompute, ...] = RECOMPUTE
+    layout: str = "verl"
+    """Framework whose rule forms micro-batches, as in `--layout`."""
+    packing: str = "run"
+    """What moe_rl may do with these micro-batches, as in `--packing`."""
     micro_batch_tokens: int | None = None
     """Of a data-parallel rank; None: `BUDGETS`."""
+    is_recorded: bool = False
+    """The lengths are those of a recorded batch: a setting fits if this batch does, however large its budget."""
     buffers: int = 0
     """Experts of other ranks for which a rank keeps room."""
     resident_slots: int | None = 0
@@ -69,6 +75,8 @@ class ShapeTask:
     def settings_of(self, index: int) -> list[TunedSetting]:
         """Return the settings of a shape that fit into memory, by ascending token budget."""
         shape = self.shapes[index]
+        if self.is_recorded:
+            return list(self._fitting_batch(shape))
         return [self.priced(shape, setting, budget) for budget, setting in self._fitting(shape)]
 
     def estimated(self, index: int) -> float:
@@ -100,6 +108,13 @@ class ShapeTask:
         )
         return BalancedBatch.of(run, tokens_per_rank=tokens_per_rank, sequence_length=length).step(count)
 
+    def _framework_layout(self, run: TrainingRun, budget: int, multiple_of: int) -> BatchLayout:
+        """Return the micro-batches that the framework forms by itself."""
+        ranks = run.topology.num_dp_ranks
+        return _layout_of_bytes(
+            self.layout, self.lengths.tobytes(), run.model, ranks=ranks, budget=budget, multiple_of=multiple_of
+        )
+
     def _run(self, shape: ParallelLayout, setting: StepSetting) -> TrainingRun:
         ranks = self.gpus // shape.pipeline_model_parallel_size
         topology = ClusterTopology(
@@ -118,15 +133,46 @@ class ShapeTask:
 
         More tokens need more memory: a setting that does not fit is not tried again for a larger budget.
         """
-        named = {name: value for name, value in asdict(shape).items() if not name.startswith("expert_")}
-        settings = [replace(self.base, **named, recompute=recompute) for recompute in self.recompute]
+        settings = self._settings(shape)
         for budget in self._budgets(shape):
-            tokens = min(budget, int(self.lengths.sum())) // shape.slices
-            while settings and self._room(self._run(shape, settings[0]), tokens) < (self.resident_slots or 0):
+            while settings and not self._fits(shape, settings[0], budget):
                 del settings[0]
             if not settings:
                 return
             yield budget, settings[0]
+
+    def _fits(self, shape: ParallelLayout, setting: StepSetting, budget: int) -> bool:
+        """Return whether full micro-batches fit; of a recorded batch, those that it has if its ranks are even."""
+        run, num_tokens = self._run(shape, setting), int(self.lengths.sum())
+        tokens = min(budget, num_tokens)
+        if self.is_recorded:
+            of_rank = math.ceil(num_tokens / run.topology.num_dp_ranks)
+            tokens = max(int(self.lengths.max()), math.ceil(of_rank / math.ceil(of_rank / budget)))
+        return self._room(run, tokens // shape.slices) >= (self.resident_slots or 0)
+
+    def _fitting_batch(self, shape: ParallelLayout) -> Iterator[TunedSetting]:
+        """Yield every token budget with which the recorded batch fits, priced with the least recomputation it needs.
+
+        Budgets end at the first with which the batch is one micro-batch, packed or not: more change nothing.
+        """
+        for budget in self._budgets(shape):
+            for setting in self._settings(shape):
+                row = self.priced(shape, setting, budget)
+                if row.peak_gib <= self._most_gib:
+                    yield row
+                    if row.num_micro_batches == 1 and row.packing_gain < 1.0 + ALIKE:
+                        return
+                    break
+
+    def _settings(self, shape: ParallelLayout) -> list[StepSetting]:
+        """Return the settings of a shape, from the fastest to the smallest."""
+        named = {name: value for name, value in asdict(shape).items() if not name.startswith("expert_")}
+        return [replace(self.base, **named, recompute=recompute) for recompute in self.recompute]
+
+    @property
+    def _most_gib(self) -> float:
+        """GiB that a peak may have."""
+        return (1 - SPARE_MEMORY) * self.hardware.hbm_gib
 
     def _peak(self, run: TrainingRun, tokens: int) -> int:
         """Return the peak without resident slots."""
@@ -135,12 +181,11 @@ class ShapeTask:
 
     def _room(self, run: TrainingRun, tokens: int) -> float:
         """Return the resident slots for which memory is left; negative where the rest does not fit."""
-        limit = (1 - SPARE_MEMORY) * self.hardware.hbm_gib * GIB
-        return (limit - self._peak(run, tokens)) / _slot_bytes(run)
+        return (self._most_gib * GIB - self._peak(run, tokens)) / _slot_bytes(run)
 
     def free_slots(self, row: TunedSetting) -> int:
         """Return the resident slots for which a setting leaves memory, at least those that it has."""
-        limit = (1 - SPARE_MEMORY) * self.hardware.hbm_gib - row.peak_gib
+        limit = self._most_gib - row.peak_gib
         setting = replace(self.base, **attributes(row, PARALLEL), recompute=row.recompute)
         return row.resident_slots + max(0, int(limit * GIB / _slot_bytes(self._run(row, setting))))
 
@@ -161,15 +206,15 @@ class ShapeTask:
         """Return the setting with its step: balanced micro-batches, plus the time that uneven lengths add."""
         run, lengths, slots = self._run(shape, setting), self.lengths, self.resident_slots
         topology, stages = run.topology, setting.pipeline_model_parallel_size
-        ranks, core = topology.num_dp_ranks, native_core()
+        core = native_core()
         per_rank = float(lengths.sum()) / topology.num_ranks
         most_tokens = min(budget / shape.slices, per_rank)
         cost = cost_of_lengths(run, lengths, tokens_per_rank=most_tokens)
-        framework_layout = _verl_layout(lengths.tobytes(), ranks, budget, cost.multiple_of)
-        if core is None:
-            layout = framework_layout
+        own_layout = self._framework_layout(run, budget, cost.multiple_of)
+        if core is None or with_rule(own_layout, self.layout, self.packing).fixed:
+            layout = own_layout
         else:
-            layout = best_start(framework_layout, cost, lengths, topology, core, searched=False)
+            layout = best_start(own_layout, cost, lengths, topology, core, searched=False)
         count = len(np.unique(layout.micro_batch))
         even_step = self._even_step(run, count)
         # Sequences cannot be cut, so the busiest rank of a micro-batch has more than the mean.
@@ -178,19 +223,22 @@ class ShapeTask:
         slowest = max(stage_layers(self.model, setting)) / sum(stage_layers(self.model, setting))
         parts = {**even_step.breakdown_s, "uneven_sequences": max(0.0, uneven_s) * (slowest if stages > 1 else 1.0)}
         seconds = sum(parts.values())
-        fullest_tokens = int(layout.rank_tokens(lengths).max()) // shape.slices
+        fullest_tokens = int(layout.rank_tokens(lengths).max())
+        if self.is_recorded:  # A run without packing has the framework's micro-batches, and must fit as well.
+            fullest_tokens = max(fullest_tokens, int(own_layout.rank_tokens(lengths).max()))
+        fullest_tokens //= shape.slices
         # Inside one node no copy of a token crosses the network, and a resident copy has nothing to save.
         if slots is None:
             slots = 0
             if topology.num_nodes > 1:
-                slots = min(MOST_RESIDENT, int(self._room(run, fullest_tokens)))
+                slots = min(MOST_RESIDENT, max(0, int(self._room(run, fullest_tokens))))
         return TunedSetting(
             **asdict(shape),
             micro_batch_tokens=budget,
             num_micro_batches=count,
             recompute=setting.recompute,
             tokens_per_s_per_gpu=float(lengths.sum()) / seconds / self.gpus,
-            packing_gain=cost.balanced_s(framework_layout, topology) / cost.balanced_s(layout, topology),
+            packing_gain=cost.balanced_s(own_layout, topology) / cost.balanced_s(layout, topology),
             resident_slots=slots,
             cp_comm_type=_exchange(run),
             peak_gib=(self._peak(run, fullest_tokens) + slots * _slot_bytes(run)) / GIB,
@@ -213,7 +261,11 @@ def _slot_bytes(run: TrainingRun) -> float:
 
 # Shapes with as many data-parallel ranks share a layout: the lengths as bytes, which can be a key.
 @lru_cache(maxsize=256)
-def _verl_layout(lengths: bytes, ranks: int, budget: int, multiple_of: int) -> BatchLayout:
-    """Return verl's layout of int64 lengths."""
+def _layout_of_bytes(
+    name: str, lengths: bytes, model: MoeModelSpec, *, ranks: int, budget: int, multiple_of: int
+) -> BatchLayout:
+    """Return a framework's layout of int64 lengths."""
     of_bytes = np.frombuffer(lengths, np.int64)
-    return verl_layout(of_bytes, num_dp_ranks=ranks, token_budget=budget, multiple_of=multiple_of)
+    return framework_layout(
+        name, of_bytes, num_dp_ranks=ranks, token_budget=budget, multiple_of=multiple_of, model=model
+    )
