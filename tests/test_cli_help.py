@@ -42,7 +42,7 @@ def trace(tmp_path: Path) -> Path:
     return write_npz(tmp_path / "good.npz")
 
 
-@pytest.mark.parametrize("command", ["simulate", "plan", "sweep", "rl-step"])
+@pytest.mark.parametrize("command", ["simulate", "plan", "sweep", "rl-step", "tune"])
 def test_help_fits_a_screen_and_help_all_has_every_option(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     first, everything = moe_rl(command, "--help"), moe_rl(command, "--help-all")
@@ -51,7 +51,8 @@ def test_help_fits_a_screen_and_help_all_has_every_option(command: str, monkeypa
     for common in ("--model", "--cluster", "--ep", "--micro-batch-tokens", "--policy", "--help-all"):
         assert common in first.out
     assert "--optimizer-offload" not in first.out
-    schema = RlStepOptions if command == "rl-step" else SimulationOptions
+    assert ("--current" in first.out) == (command == "tune")
+    schema = {"rl-step": RlStepOptions, "tune": TuneOptions}.get(command, SimulationOptions)
     for name in words_of(schema):
         assert f"--{name.replace('_', '-')}" in everything.out
 
@@ -124,6 +125,8 @@ def test_a_trace_that_leaves_micro_batches_empty_is_pointed_to_a_drawn_batch(tra
     said = " ".join(sparse.out.split())
     assert "The trace fills only 120 of the 8,192 tokens (1%) that a rank's micro-batch may have." in said
     assert "set --batch drawn" in said
+    # It is the first sentence below the table.
+    assert said.index("The trace fills only") < said.index("Balancing can gain little")
     drawn = ("--micro-batch-tokens", 32_768, "--global-batch-tokens", 2_000)
     small = moe_rl("simulate", trace, "--ep", 4, *drawn, "--policy", "static")
     assert "The batch fills only" in " ".join(small.out.split())

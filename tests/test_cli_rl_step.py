@@ -158,7 +158,7 @@ def test_bounds_of_several_guesses_stand_where_nobody_states_an_imbalance() -> N
     [
         (
             1.5,
-            r"At most, with perfect balance: the update 1\.\d\dx and the RL step 1\.\d{3}x as fast, [\d.]+ s less .*",
+            r"At most, with perfect balance: the update 1\.\d\dx and the RL step 1\.\d{3}x as fast, [\d.]+ m?s less .*",
         ),
         (1, "Balancing the update saves no time in this RL step"),
     ],

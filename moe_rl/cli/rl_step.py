@@ -14,7 +14,7 @@ from moe_rl.cli.options import with_options
 from moe_rl.core.errors import require
 from moe_rl.core.outputs import check_outputs
 from moe_rl.report.svg import standalone
-from moe_rl.report.units import decimals
+from moe_rl.report.units import decimals, format_time
 from moe_rl.study.collect_notes import collected_notes
 from moe_rl.study.rl_options import RlStepOptions
 
@@ -85,14 +85,11 @@ def _headline(point: "RlPoint") -> str:
         return "The update is not balanced, because its routes are not known before it runs"
     if step <= 1.0:
         return "Balancing the update saves no time in this RL step"
+    saved = f"{format_time(static.step_time_s - best.step_time_s)} less per step"
     if name == FORCED:
-        saved_s = static.step_time_s - best.step_time_s
-        return (
-            f"At most, with perfect balance: the update {update:.2f}x and the RL step {step:.3f}x as fast, "
-            f"{saved_s:.2g} s less per step"
-        )
+        return f"At most, with perfect balance: the update {update:.2f}x and the RL step {step:.3f}x as fast, {saved}"
     low, high = point.intervals[name].speedup
-    return f"{name}: update {update:.2f}x, RL step {step:.2f}x ({low:.2f}-{high:.2f}) against static placement"
+    return f"{name}: update {update:.2f}x, RL step {step:.3f}x ({low:.3f}-{high:.3f}) against static placement, {saved}"
 
 
 def _tables(title: str, point: "RlPoint", width: int) -> list[Table]:

@@ -26,8 +26,7 @@ def tune(
 ) -> None:
     """Search for the parallel layout, micro-batch size and recomputation that train fastest on --gpus GPUs.
 
-    Example: moe-rl tune --model qwen3-30b-a3b --cluster h100 --gpus 32 --num-samples 1024 --mean-length 4000
-    --max-length 32768 --length-spread 1.3 --plot tune.svg
+    Example: moe-rl tune run.moetrace --model qwen3-30b-a3b --cluster h100 --gpus 32 --plot tune.svg
     """
     from moe_rl.report.tuned_settings import PASTED
     from moe_rl.study.search_layouts import tune as search

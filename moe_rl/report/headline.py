@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from moe_rl.core.metrics import StepPrediction
 from moe_rl.report.simulation import UNPACKED, ReportData
-from moe_rl.report.units import format_bytes, largest_shares
+from moe_rl.report.units import format_bytes, format_time, largest_shares
 from moe_rl.report.words import read_words
 
 # A gain below this is inside the model's error (about 3 % on ratios of policies): the headline calls it little.
@@ -124,8 +124,12 @@ def _rl_step(report: ReportData, best: StepPrediction) -> list[str]:
     if rl.waits_for_rollout:
         return [str(WORDS["rl_nothing"])]
     limit = largest_shares(rl.shares)
+    if rl.saved <= 0:
+        return [str(WORDS["rl_slower"].format(limit=limit))]
     if rl.brings_little:
-        return [WORDS["rl_little"].format(rl=rl, limit=limit)]
+        whole_s = rl.steps["static"].step_time_s
+        saved, whole = format_time(rl.saved * whole_s), format_time(whole_s)
+        return [WORDS["rl_little"].format(rl=rl, saved=saved, whole=whole, limit=limit)]
     low, high = f"{rl.low:.2f}x", f"{rl.high:.2f}x"
     if low == high:
         gains = low

@@ -130,6 +130,8 @@ class ReportData:
     """Set where the best policy's peak exceeds the GPU's memory."""
     model_caution: str = ""
     """Says that sizes of the model are assumed, which moves every time; stands above the numbers."""
+    small_batch_caution: str = ""
+    """Says that micro-batches are mostly empty, as their launches then take most of the time; the first sentence."""
     cautions: tuple[str, ...] = ()
     """Sentences without which the numbers mislead."""
     notes: tuple[str, ...] = ()
@@ -154,8 +156,8 @@ class ReportData:
 
     @property
     def all_cautions(self) -> tuple[str, ...]:
-        """The model's caution, if there is one, and the others."""
-        return (*filter(None, [self.model_caution]), *self.cautions)
+        """The cautions of the model and of a small batch, if there are any, and the others."""
+        return (*filter(None, [self.model_caution, self.small_batch_caution]), *self.cautions)
 
     @property
     def scaled(self) -> bool:

@@ -1,6 +1,6 @@
 """The policy table in a terminal, and the sentences below it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -64,6 +64,7 @@ def print_report(report: ReportData, console: Console, *, names: Sequence[str] =
         console.print(table)
     sentences = _sentences(report)
     always = len(headline(report).lines) + len(report.cautions) + len(ranking_sentences(report))
+    always += bool(report.small_batch_caution)
     if explain:
         printed = sentences
     else:
@@ -104,6 +105,7 @@ def _sentences(report: ReportData) -> list[Text]:
     explained = (*ranking_sentences(report), *foremost, *sentences.details[1:], *limiting[1:])
     notes = [f"note: {note}" for note in report.notes]
     return [
+        *_texts(filter(None, [report.small_batch_caution]), "yellow"),
         *_texts(sentences.lines, "bold"),
         *_texts(report.cautions, "yellow"),
         *_texts(explained),
@@ -111,7 +113,7 @@ def _sentences(report: ReportData) -> list[Text]:
     ]
 
 
-def _texts(sentences: Sequence[str], style: str = "") -> list[Text]:
+def _texts(sentences: Iterable[str], style: str = "") -> list[Text]:
     return [Text(printable(sentence), style=style) for sentence in sentences]
 
 

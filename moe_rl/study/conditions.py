@@ -270,7 +270,7 @@ def cautions(
 
     `simulate` prices the same plans in another setting.
     """
-    sentences = [*_memory_that_lacks(scenario, result), *_budget_that_is_empty(scenario)]
+    sentences = [*_memory_that_lacks(scenario, result)]
     if not scenario.options.pricing.in_seconds:
         return sentences
     lengths = scenario.batch.lengths
@@ -285,8 +285,8 @@ def cautions(
     return [*sentences, *_moves_that_cost(scenario, result, simulate), *filter(None, [assumed]), *outside]
 
 
-def _budget_that_is_empty(scenario: Scenario) -> list[str]:
-    """Say that the batch is too small for the micro-batches that are asked for, and how to get a larger one.
+def small_batch_caution(scenario: Scenario) -> str:
+    """Say that the batch fills less than half of its micro-batches, and how to get a larger one; empty if it does not.
 
     Whoever states the number of sequences gets no advice on it.
     """
@@ -296,17 +296,17 @@ def _budget_that_is_empty(scenario: Scenario) -> list[str]:
         options.sequences.ep_group_tokens or options.sequences.micro_batch_tokens or 0
     ) / scenario.topology.slices_per_dp_rank
     if options.sequences.tokens_per_rank is not None or tokens_recorded >= SMALL_PART * budget:
-        return []
+        return ""
     if options.sequences.batch != DRAWN:
         whose, remedy = "trace", " To fill it with sequences sampled from the trace, set --batch drawn."
     elif options.sequences.global_batch_size is not None:
         whose, remedy = "batch", ""  # Its size is the run's: nobody can follow advice to enlarge it.
     else:
         whose, remedy = "batch", " To fill it, set a larger --global-batch-tokens."
-    return [
+    return (
         f"The {whose} fills only {tokens_recorded:,.0f} of the {budget:,.0f} tokens "
         f"({tokens_recorded / budget:.0%}) that a rank's micro-batch may have.{remedy}"
-    ]
+    )
 
 
 def _moves_that_cost(

@@ -37,6 +37,7 @@ from moe_rl.study.conditions import (
     model_caution,
     notes,
     setting_facts,
+    small_batch_caution,
     software_note,
     trace_facts,
 )
@@ -181,6 +182,7 @@ def predict(
         memory={name: policy.memory for name, policy in {**result.policies, **result.yardsticks()}.items()},
         sensitivity=tuple(perturbed_rankings(simulate, setting)) if sensitivity else (),
         model_caution=model_caution(scenario),
+        small_batch_caution=small_batch_caution(scenario),
         cautions=tuple(dict.fromkeys([*warned, *warnings])),
         notes=tuple(dict.fromkeys(sentences)),
         engines=tuple(name for name in stated if POLICIES[name].is_engine),

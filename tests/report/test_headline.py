@@ -44,7 +44,8 @@ def test_a_gain_that_is_mostly_packing_is_split_with_the_runs_that_pack(static: 
     title = headline(report(*rows, balancing_alone=alone, setting=SETTING | {"packing": "run"})).title
     assert title.startswith(verdict)
     packed = "2.0%" if static < 7 else "10.0%"
-    assert f"Moved and copied experts make the update 0.7% faster, packed sequences another {packed}" in title
+    assert "Moved and copied experts make the update 0.7% faster. Packing sequences, which evens out attention" in title
+    assert f"makes it another {packed} faster, but only if your run packs (" in title
     assert "in your own Megatron loop, balancer.packed packs inside each rank" in title
     assert "accounts for" not in title
     free = headline(report(*rows, balancing_alone=alone, setting=SETTING | {"packing": "free"})).title
@@ -107,7 +108,14 @@ def test_a_step_that_waits_for_the_rollout_gains_nothing() -> None:
         "This RL step waits for the rollout, so balancing the update saves no time."
     )
     little = headline(report(*policies, rl=rl_gain(speedup=1.003))).title
-    assert little.startswith("Balancing the update saves only 0.3% of an RL step, whose largest parts are rollout 50%")
+    assert little.startswith(
+        "Balancing the update saves only 29.9 ms (0.30%) of an RL step of 10 s, whose largest parts are rollout 50%"
+    )
+    tiny = headline(report(*policies, rl=rl_gain(speedup=1.0004))).title
+    assert tiny.startswith("Balancing the update saves only 4 ms (0.04%) of an RL step of 10 s")
+    for speedup in (1.0, 0.999):
+        slower = headline(report(*policies, rl=rl_gain(speedup=speedup))).title
+        assert slower.startswith("Balancing the update does not shorten an RL step, whose largest parts are rollout")
 
 
 def test_whether_it_fits_comes_first_with_the_option_and_its_cost() -> None:
@@ -136,7 +144,7 @@ def test_a_gain_inside_the_models_error_is_called_no_help() -> None:
 def test_a_balanced_step_is_called_balanced() -> None:
     static, eplb = prediction("static", 6.05, load=1.01), prediction("eplb", 6.04, load=1.0)
     said = headline(report(static, eplb))
-    assert said.title == "Balancing can gain little: imbalance costs only 0.8% of the time of this update."
+    assert said.title == "Balancing can gain little: uneven expert loads cost only 0.8% of the time of this update."
 
 
 def test_static_may_be_the_best_policy() -> None:
