@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from cli_runner import moe_rl, write_npz
 
+from moe_rl.config import bundled_traces
+
 SETTING = ("--ep", 4, "--ep-group-tokens", 200, "--num-experts", 8, "--policy", "eplb-oracle,moe-rl")
 
 
@@ -110,6 +112,40 @@ def test_a_transport_of_one_published_sync_is_an_order_of_magnitude(tmp_path: Pa
         assert [caution in note for note in notes if f"the weight sync by {name}: " in note] == [expected]
 
 
+def test_the_trainers_gpus_have_two_names_with_a_trace_too(tmp_path: Path) -> None:
+    trace = write_npz(tmp_path / "t.npz")
+    asked = ("--ep", 4, "--num-experts", 8, "--policy", "moe-rl", "--batch", "recorded")
+    both = [
+        json.loads(moe_rl("rl-step", trace, *asked, flag, 8, "--json", "-").out) for flag in ("--gpus", "--train-gpus")
+    ]
+    assert both[0]["policies"] == both[1]["policies"]
+
+
+@pytest.mark.parametrize(("model", "gpus", "size"), [("qwen3-30b-a3b", 32, 2), ("qwen3-30b-a3b", 6, 2),
+    ("gpt-oss-20b", 8, 1), ("qwen3-235b-a22b", 128, 16)])  # fmt: skip
+def test_engines_are_as_large_as_simulate_takes_them_unless_stated(model: str, gpus: int, size: int) -> None:
+    """BF16 weights take at most half of an engine: 61 GB of two GPUs with 80 GB each."""
+    asked = (*FROM_LENGTHS[6:12], "--model", model, "--ep", 2, "--train-gpus", gpus, "--json", "-")
+    chosen, stated = (
+        json.loads(moe_rl("rl-step", *asked, *more).out) for more in ((), ("--rollout-engine-size", size))
+    )
+    assert chosen["policies"] == stated["policies"]
+    words = f"each rollout engine is taken to have {size} GPU{'s' * (size > 1)}: set --rollout-engine-size."
+    assert words in chosen["notes"]
+    assert not any("each rollout engine" in note for note in stated["notes"])
+
+
+@pytest.mark.lengthy
+def test_simulate_and_rl_step_have_the_same_parts() -> None:
+    asked = (bundled_traces()["countdown-grpo"], "--ep", 8, "--policy", "static,moe-rl")
+    gain = json.loads(moe_rl("simulate", *asked, "--json", "-").out)
+    step = json.loads(moe_rl("rl-step", *asked, "--json", "-").out)
+    said = [note for note in gain["notes"] if "whose time is predicted for engines of" in note]
+    assert len(said) == 1
+    for name in ("static", "moe-rl"):
+        assert gain["rl_step"]["parts_s"][name] == pytest.approx(step["policies"][name]["parts_s"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -119,7 +155,8 @@ def test_a_transport_of_one_published_sync_is_an_order_of_magnitude(tmp_path: Pa
         (("--log-prob-passes", 1), "an RL step consists of several passes"),
         (("--plot", "a.png"), "must end in .html"),
         (("--num-samples", 4), "--num-samples 4 only applies without a trace"),
-        (("--train-gpus", 32), "--train-gpus 32 only applies without a trace: with a trace, give --gpus 32."),
+        (("--train-gpus", 8, "--gpus", 4), "--train-gpus 8 and --gpus 4 differ: give only one."),
+        (("--rollout-engine-size", 0), "--rollout-engine-size must be at least 1"),
         (("--sweep", "ep=4,8"), "must have the form NAME=VALUE,VALUE, where NAME is an option of the RL step"),
         (("--mini-batches", 0), "--mini-batches must be at least 1"),
     ],

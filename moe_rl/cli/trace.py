@@ -95,6 +95,7 @@ def convert(
             progress=partial(advance, "converting"),
         )
     _say_written(target, written.manifest)
+    _say_prompts(written.manifest)
 
 
 def _steps(text: str) -> list[int]:
@@ -172,6 +173,18 @@ def _say_written(target: Path, manifest: "Manifest") -> None:
 
     size = format_bytes(size_of(target))
     typer.echo(f"{target}: {manifest.num_sequences} sequences, {manifest.num_tokens} tokens, {size}")
+
+
+def _say_prompts(manifest: "Manifest") -> None:
+    """Print the mean lengths of prompts and responses, which rl-step asks for, if the trace knows them."""
+    prompt = float(manifest.origin.get("mean_prompt_tokens", 0))
+    if not prompt:
+        return
+    response = manifest.num_tokens / manifest.num_sequences - prompt
+    typer.echo(
+        f"mean tokens: prompt {prompt:,.0f}, response {response:,.0f}. For an RL step, give rl-step --prompt-tokens "
+        f"{prompt:.0f}."
+    )
 
 
 def _written(name: str, value: object) -> str:

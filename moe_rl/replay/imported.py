@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from moe_rl.core.errors import InvalidInputError, located, require
 from moe_rl.core.trace import RoutingTrace, require_captured_layers, require_token_axis_first
 from moe_rl.replay.importers.records import Importer, ImportOptions, RecordedSequence
-from moe_rl.replay.traces import Progress, TraceSource
+from moe_rl.replay.traces import MEAN_PROMPT_TOKENS, Progress, TraceSource
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +153,7 @@ def import_trace(path: Path, importer: Importer, options: ImportOptions) -> Impo
         model=options.model,
         provenance=options.provenance or importer.provenance,
         inferred_fields=inferred,
+        origin=survey.origin(),
         group_numbers=survey.groups,
     )
 
@@ -166,6 +167,7 @@ class _Survey:
         self.top_k = 0
         self.highest_id = 0
         self.num_sequences = self.num_tokens = self.num_routed = 0
+        self.prompt_tokens: int | None = 0  # Of all sequences; None: a sequence does not say it.
         self.captured: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self.steps: dict[int, None] = {}
         self.groups: dict[str | int, int] = {}
@@ -200,11 +202,21 @@ class _Survey:
             self._compare_rows(routed, in_group=record.group is not None)
         self.num_routed += len(routed)
         self.num_tokens += len(ids)
+        if record.prompt_tokens is None or self.prompt_tokens is None:
+            self.prompt_tokens = None
+        else:
+            self.prompt_tokens += record.prompt_tokens
         # A dictionary keeps the recorded order, which a set would lose.
         self.steps[record.step] = None
         self.num_sequences += 1
         if record.group is not None:
             self.groups.setdefault(record.group, len(self.groups))
+
+    def origin(self) -> dict[str, str | int | float | bool]:
+        """Return facts that a trace keeps beside its arrays."""
+        if self.prompt_tokens is None:
+            return {}
+        return {MEAN_PROMPT_TOKENS: self.prompt_tokens / self.num_sequences}
 
     def _count_rows(self, routed: NDArray[np.integer]) -> None:
         room = SAMPLED_ROWS - self._rows.total()

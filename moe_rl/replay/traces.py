@@ -26,6 +26,8 @@ from moe_rl.replay.writer import MAX_SHARD_BYTES, TraceWriter
 NATIVE_FORMAT = "moetrace"
 # Called with (done, total), both in the same unit.
 Progress = Callable[[int, int], None]
+MEAN_PROMPT_TOKENS = "mean_prompt_tokens"
+"""Fact in the origin of a trace, if the imported file says where prompts end: the routes alone do not."""
 
 
 @dataclass(frozen=True, kw_only=True)

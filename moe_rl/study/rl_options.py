@@ -29,7 +29,7 @@ class RolloutOptions(OptionGroup):
 
     prompt_tokens: int = 0
     rollout_gpus: int | None = None
-    rollout_engine_size: int = 1
+    rollout_engine_size: int | None = None
     rollout_dp_attention: bool = False
     rollout_precision: str = "bf16"
     rollout_max_running: int = 256
@@ -82,13 +82,14 @@ class RlStepOptions(LengthOptions):
     trainer: TrainerOptions = TrainerOptions()
     sync: SyncOptions = SyncOptions()
 
-    def rl_setting(self, train_gpus: int, framework_share: float) -> "RlStepSetting":
+    def rl_setting(self, train_gpus: int, framework_share: float, *, engine_size: int) -> "RlStepSetting":
         """Return the simulator's setting; `framework_share` is the software's, where no option states it."""
         from moe_rl.simulators.rl_step import RlStepSetting
 
         other: dict[str, Any] = {
             "rollout_cuda_graph": not self.rollout.rollout_enforce_eager,
             "train_gpus": train_gpus,
+            "engine_size": engine_size,
             "offloaded_state": tuple(name for name in self.trainer.offloaded_state if name != "none"),
         }
         if self.trainer.framework_share is None:
@@ -99,7 +100,7 @@ class RlStepOptions(LengthOptions):
 
 # Fields of `RlStepSetting` that are called otherwise on the command line.
 OPTION_OF = {
-    "engine_size": "rollout_engine_size", "attention_data_parallel": "rollout_dp_attention",
+    "attention_data_parallel": "rollout_dp_attention",
     "max_running_samples": "rollout_max_running", "environment_s": "environment_seconds",
     "reward_s": "reward_seconds", "log_prob_passes": "old_log_prob_passes", "weight_sync_s": "weight_sync_seconds",
     "weight_sync_control_s": "weight_sync_control_seconds",

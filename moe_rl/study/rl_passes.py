@@ -1,6 +1,7 @@
 """What balancing an update brings to the whole step of RL, from a trace or from lengths alone: `moe-rl rl-step`."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,8 +20,9 @@ from moe_rl.core.software import TUNED, TYPICAL, SoftwareCosts
 from moe_rl.core.topology import HardwareSpec
 from moe_rl.option_groups import words_of
 from moe_rl.profiling.posterior import Posterior
+from moe_rl.replay.traces import MEAN_PROMPT_TOKENS
 from moe_rl.report.faces import SimulationReport
-from moe_rl.report.units import GIB
+from moe_rl.report.units import GIB, counted
 from moe_rl.report.whole_step import MemoryMisfit, Remedy, RlGain
 from moe_rl.simulators.memory import dense_params
 from moe_rl.simulators.movement import STEP_PARTS
@@ -91,6 +93,8 @@ class TrainingPasses:
     posterior: Posterior
     seconds_under: PassSeconds
     """`seconds` under other constants."""
+    mean_prompt_tokens: float = 0.0
+    """Of the recorded samples, if the trace knows it; else 0."""
     own_step: OwnStep = field(default_factory=OwnStep)
     """What a known step of RL says of this very step beside the constants."""
 
@@ -152,9 +156,17 @@ class TrainingPasses:
             intervals[name] = RlIntervals(step_time_s=around(priced_steps[name].step_time_s, step), speedup=speedup)
         return intervals
 
+    def setting(self, options: RlStepOptions) -> RlStepSetting:
+        """Return the simulator's setting, with the size of rollout engines that is chosen if no option states one."""
+        size = options.rollout.rollout_engine_size
+        if size is None:
+            # A power of two, so the largest divisor of the GPUs up to it: 6 GPUs get engines of 2 instead of 4.
+            size = math.gcd(_engine_size(self.model, self.hardware), options.rollout.rollout_gpus or self.train_gpus)
+        return options.rl_setting(self.train_gpus, self.costs.framework_share, engine_size=size)
+
     def steps(self, options: RlStepOptions) -> dict[str, RlStep]:
         """Return the step of RL under every policy; passes that the run does not balance are static's for all."""
-        setting = options.rl_setting(self.train_gpus, self.costs.framework_share)
+        setting = self.setting(options)
         response_lengths = np.maximum(self.lengths - options.rollout.prompt_tokens, 1)
         step_by_policy = {}
         for name, (forward_s, update_s) in self.seconds.items():
@@ -189,13 +201,12 @@ def training_passes(trace: TraceLike | None, options: RlStepOptions, progress: P
 
 
 def _of_trace(trace: TraceLike, options: RlStepOptions, progress: Progress) -> TrainingPasses:
-    for name in ("num_samples", "mean_length", "max_length", "train_gpus"):
+    for name in ("num_samples", "mean_length", "max_length"):
         value, flag = options.value_of(name), SHOWN[name].flags[0]
         # `--json out.json` makes out.json the trace, since --json takes no value here: name what was taken for one.
-        instead = (
-            f"with a trace, give --gpus {value}" if name == "train_gpus" else f"leave out {flag} or the trace ({trace})"
-        )
-        require(value is None, f"{flag} {value} only applies without a trace: {instead}.")
+        require(value is None, f"{flag} {value} only applies without a trace: leave out {flag} or the trace ({trace}).")
+    if options.trainer.train_gpus is not None:
+        options = options.with_words(gpus=_trainer_gpus(options))
     # A known step is one of RL here, and of no scenario.
     scenario = open_scenario(trace, options.with_words(known_step=[], known_step_config=[]), progress)
     require(
@@ -240,6 +251,7 @@ def _passes(
         costs=pass_setting.software,
         posterior=scenario.posterior,
         seconds_under=seconds_under,
+        mean_prompt_tokens=float(scenario.source.origin.get(MEAN_PROMPT_TOKENS, 0.0)),
     )
 
 
@@ -281,8 +293,9 @@ def predict_with_rl(scenario: Scenario, progress: Progress, **options: Any) -> S
         return replace(report, notes=(note, *report.notes))
     gain = _gain(passes, report, engine)
     note = (
-        f"the RL step spends {gain.shares['rollout']:.0%} on the rollout, whose time is predicted. Of the trainer's "
-        "passes, only the update is balanced. Give your own rates, lengths and passes to moe-rl rl-step."
+        f"the RL step spends {gain.shares['rollout']:.0%} on the rollout, whose time is predicted for engines of "
+        f"{counted(engine, 'GPU', 'GPUs')}. Of the trainer's passes, only the update is balanced. Give your own rates, "
+        "lengths and passes to moe-rl rl-step."
     )
     return replace(report, rl=gain, notes=(note, *report.notes))
 
@@ -346,12 +359,18 @@ def _engine_size(model: MoeModelSpec, hardware: HardwareSpec) -> int:
     return 1 << max(0, int(np.ceil(np.log2(2 * size / (hardware.hbm_gib * GIB)))))
 
 
-def _of_lengths(options: RlStepOptions) -> TrainingPasses:
+def _trainer_gpus(options: RlStepOptions) -> int:
+    """Return the number of trainer GPUs, which has two names; raise where none is given, or two numbers are."""
     gpus = needed(options, "train_gpus" if options.parallel.gpus is None else "gpus")
     require(
         options.trainer.train_gpus in (None, gpus),
         f"--train-gpus {options.trainer.train_gpus} and --gpus {gpus} differ: give only one.",
     )
+    return gpus
+
+
+def _of_lengths(options: RlStepOptions) -> TrainingPasses:
+    gpus = _trainer_gpus(options)
     # As a simulation of a trace cuts it where nothing is said.
     slices = options.parallel.tensor_model_parallel_size * options.parallel.context_parallel_size
     budget = options.sequences.micro_batch_tokens or FULL_SIZE_TOKENS * slices
@@ -407,9 +426,14 @@ def rl_notes(options: RlStepOptions, passes: TrainingPasses, *, of_lengths: bool
     sentences += population_cautions(options.parallel, options.passes.seq_length, packed=True)
     sentences += sink_cautions(passes.model, packed_sequences=options.kernels.packed_sequences)
     sentences += filter(None, [load_cluster(options.pricing.cluster).assumption()])
-    sentences += _unbalanced_notes(options.rl_setting(passes.train_gpus, passes.costs.framework_share))
+    sentences += _unbalanced_notes(passes.setting(options))
     if of_lengths:
         sentences.append(_imbalance_note(options))
+    if options.rollout.rollout_engine_size is None:
+        size = passes.setting(options).engine_size
+        sentences.append(
+            f"each rollout engine is taken to have {counted(size, 'GPU', 'GPUs')}: set --rollout-engine-size."
+        )
     if options.rollout.rollout_tokens_per_s is None:
         sentences.append(
             "the time of the rollout is predicted. If you have measured its rate, set --rollout-tokens-per-s."
@@ -417,7 +441,10 @@ def rl_notes(options: RlStepOptions, passes: TrainingPasses, *, of_lengths: bool
     elif options.rollout.rollout_enforce_eager:
         sentences.append("--rollout-enforce-eager has no effect if the rollout's rate is measured.")
     if options.rollout.prompt_tokens == 0:
-        sentences.append("prompts are assumed to be empty: set --prompt-tokens.")
+        recorded = ""
+        if passes.mean_prompt_tokens:
+            recorded = f" {passes.mean_prompt_tokens:.0f}, the mean of the recorded prompts"
+        sentences.append(f"prompts are assumed to be empty: set --prompt-tokens{recorded}.")
     return sentences
 
 
@@ -445,7 +472,7 @@ def _unbalanced_notes(setting: RlStepSetting) -> list[str]:
 
 def sync_notes(passes: TrainingPasses, options: RlStepOptions) -> list[str]:
     """Return where the seconds of the weight sync come from, and what a planned one would bring to the step."""
-    setting = options.rl_setting(passes.train_gpus, passes.costs.framework_share)
+    setting = passes.setting(options)
     lines = [_sync_lines(passes, setting)] if setting.weight_sync_s is None else []
     if options.rollout.rollout_gpus is None:
         return lines if setting.weight_sync_transport else []
@@ -521,7 +548,7 @@ class RlPoint:
     @classmethod
     def of(cls, passes: TrainingPasses, options: RlStepOptions) -> "RlPoint":
         """Return the steps that these options make of the passes."""
-        setting = options.rl_setting(passes.train_gpus, passes.costs.framework_share)
+        setting = passes.setting(options)
         return cls(
             steps=passes.steps(options), intervals=passes.intervals(options), balances_update=setting.balances_update
         )

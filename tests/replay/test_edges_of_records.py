@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import producers
 import pytest
+from cli_runner import moe_rl
 from rollouts import Rollout, assert_routes, make_rollout
 
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.trace import RoutingTrace
-from moe_rl.replay import ImportOptions, open_source
+from moe_rl.replay import ImportOptions, TraceReader, open_source
 
 IDS = make_rollout(lengths=(6,)).sequences[0]
 
@@ -105,6 +106,26 @@ def test_sglangs_rows_that_do_not_fit_the_tokens_are_a_misfit_of_the_sequence(tm
     body = producers.sglang_response(IDS, 4)
     wrong = "72 expert ids cannot be the routes of 6 tokens x 3 layers x top-5"
     refused(tmp_path / "t.json", body, wrong, format="sglang", num_layers=3, top_k=5)
+
+
+def test_a_copy_keeps_the_mean_length_of_prompts_if_every_response_says_it(tmp_path: Path) -> None:
+    bodies = [producers.sglang_response(IDS, prompt) for prompt in (1, 4)]
+    source, copy = tmp_path / "t.json", tmp_path / "copy.moetrace"
+    source.write_text(json.dumps(bodies))
+    shape = ("--num-layers", 3, "--moe-router-topk", 4, "--num-experts", 32)
+    ran = moe_rl("trace", "convert", source, copy, *shape)
+    assert ran.code == 0, ran.err
+    response = len(IDS) + 1 - 2.5
+    assert f"mean tokens: prompt 2, response {response:.0f}. For an RL step, give rl-step --prompt-tokens 2." in ran.out
+    assert TraceReader(copy).manifest.origin["mean_prompt_tokens"] == 2.5
+    step = moe_rl("rl-step", copy, "--ep", 4, "--batch", "recorded", "--policy", "static")
+    assert "set --prompt-tokens 2, the mean of the recorded prompts." in " ".join((step.out + step.err).split())
+    # A trace that knows no prompts, such as an older one, has no such fact.
+    np.savez(tmp_path / "u.npz", IDS)
+    ran = moe_rl("trace", "convert", tmp_path / "u.npz", tmp_path / "u.moetrace", "--num-experts", 32)
+    assert ran.code == 0, ran.err
+    assert "mean tokens" not in ran.out
+    assert "mean_prompt_tokens" not in TraceReader(tmp_path / "u.moetrace").manifest.origin
 
 
 def test_sglang_may_be_asked_for_no_row_and_not_for_rows_behind_the_end(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ def _sequence(
         "routed_experts is missing: start SGLang with --enable-return-routed-experts, and set "
         "return_routed_experts in the requests.",
     )
-    num_tokens = sum(integer(meta.get(name), name) for name in ("prompt_tokens", "completion_tokens"))
+    prompt_tokens = integer(meta.get("prompt_tokens"), "prompt_tokens")
+    num_tokens = prompt_tokens + integer(meta.get("completion_tokens"), "completion_tokens")
     name = "routed_experts_start_len"
     start = integer(meta.get(name, record.get(name, 0)), name)
     data = from_base64(meta["routed_experts"])
@@ -84,6 +85,7 @@ def _sequence(
     return sequence_of_tokens(
         routes,
         num_tokens=num_tokens,
+        prompt_tokens=prompt_tokens,
         first_row=start,
         name=str(meta.get("id", where)),
         group=None if group is None else integer(group, "group_id"),

@@ -66,8 +66,9 @@ def _sequences(record: dict[str, Any], where: str) -> Iterator[RecordedSequence]
         generated = _length(choice.get("token_ids"), usage.get("completion_tokens") if len(choices) == 1 else None)
         place: dict[str, Any] = {"name": str(record.get("id", where)), "group": _group(record, prompt_ids, where)}
         if prompt is None or generated is None:
-            yield RecordedSequence(routes=np.concatenate(parts), **place)
+            yield RecordedSequence(routes=np.concatenate(parts), prompt_tokens=prompt, **place)
             continue
+        place["prompt_tokens"] = prompt
         start = integer(record.get("routed_experts_prompt_start", 0), "routed_experts_prompt_start")
         yield sequence_of_tokens(np.concatenate(parts), num_tokens=prompt + generated, first_row=start, **place)
 

@@ -31,6 +31,8 @@ class RecordedSequence:
     """Model layer of every recorded layer, where the format says it."""
     num_tokens: int | None = None
     """Tokens of the sequence, where the format says it; `misfit` says whether the rows are theirs."""
+    prompt_tokens: int | None = None
+    """Tokens of the prompt, if the format says it."""
     first_row: int = 0
     """Token of the first recorded row; the rows before it are filler."""
     policy_version: NDArray[np.integer] | None = None
