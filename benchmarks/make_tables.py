@@ -26,6 +26,7 @@ import moe_rl
 from benchmarks import board, concept_pictures, public_recipes, recipe_gains
 from benchmarks.gpu import rows as gpu_rows
 from benchmarks.gpu.roofs import ROOF_TFLOPS
+from benchmarks.kernels import expert_times
 from benchmarks.validate_model.compare import PUBLISHED
 from benchmarks.validate_model.constants import carried_constants
 from benchmarks.validate_model.picture import forecast_picture
@@ -390,6 +391,11 @@ def gpu_promise() -> str:
     return "".join(f"{line}\n" for line in (*lines, ""))
 
 
+def fp8_speedups() -> str:
+    """Return how many times as fast FP8 is as BF16: measured, and as `moe-rl bench layer` predicts."""
+    return f"\n{expert_times.table(expert_times.read())}\n"
+
+
 def levers() -> str:
     """Return what every lever was predicted to do in an update of Megatron on four CPU ranks, and what it did."""
     sys.path.insert(0, str(ROOT / "tests"))
@@ -430,6 +436,7 @@ REGISTRIES: Mapping[str, Callable[[], str]] = {
     "gpu-groups": gpu_groups,
     "gpu-memory-bound": gpu_memory_bound,
     "gpu-promise": gpu_promise,
+    "fp8-speedups": fp8_speedups,
     "levers": levers,
     "recipes": public_recipes.table,
     "recipe-gains": recipe_gains.table,

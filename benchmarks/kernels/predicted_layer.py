@@ -13,16 +13,16 @@ Rates of memory are multiplied by the GPU's memory bandwidth / that of an H200.
 An H100 SXM has the H200's chip and a slower memory. Its times are scaled so and were never measured.
 
 Held out: the H200 also timed the expert MLP, forward and backward, with the rows of every rank of a recorded step.
-`python -m benchmarks.kernels.predicted_layer` compares those times with predictions.
+`python -m benchmarks.kernels.held_out` compares those times with predictions.
 """
 
 import contextlib
 import os
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 from unittest import mock
 
 # As `make` sets it: Triton 3.9 fuses multiplications and additions, and warns that 3.10 will not.
@@ -30,9 +30,10 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch
 
-from benchmarks.gpu.rank_loads import BASELINE, POLICIES, RankLoads
 from benchmarks.gpu.roofs import ROOF_TFLOPS
 from benchmarks.gpu.rows import Row, read
+from benchmarks.kernels.expert_times import measured_ranks
+from benchmarks.kernels.expert_times import read as read_times
 from benchmarks.kernels.prediction import HOPPER, SMS, Model, load_model, operations, sizes_of
 from moe_rl.core.errors import InvalidInputError, require
 from moe_rl.core.model import MoeModelSpec
@@ -127,6 +128,20 @@ def _figure(row: Row, name: str) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Microseconds of launches."""
+
+    gemm_us: float
+    other_us: float
+    """Of kernels that only move bytes: activation, quantization, permutation."""
+
+    @property
+    def total_us(self) -> float:
+        """Of all launches."""
+        return self.gemm_us + self.other_us
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """Rates of the H200, for one of the GPUs of `TB_PER_S`."""
 
@@ -148,19 +163,23 @@ class Forecast:
 
     def microseconds(self, launches: "Sequence[Launch]") -> float:
         """Return the time of launches, one after the other."""
+        return self.parts(launches).total_us
+
+    def parts(self, launches: "Sequence[Launch]") -> "Parts":
+        """Return the time of launches, GEMMs apart from the others."""
         sizes, shares = sizes_of(launches), self.model.shares
         bandwidth = TB_PER_S[self.gpu] / TB_PER_S["h200"]
-        total_us = shares.launch_us * len(launches)
+        gemm_us = other_us = 0.0
         for launch in launches:
             moved = sum(tensor.nbytes for tensor in launch.tensors.values())
             if flops := operations(launch, sizes):
                 roof_tflops = self.model.tflops.get(launch.name, 0.0)
                 require(roof_tflops > 0, f"the kernel proof has no roof of {launch.name!r}: run `make kernel-proof`.")
                 product_us = flops / (self.rates.share(launch, shares.product) * roof_tflops * 1e6)
-                total_us += max(product_us, moved / (self.rates.copy_tb_per_s * bandwidth * 1e6))
+                gemm_us += shares.launch_us + max(product_us, moved / (self.rates.copy_tb_per_s * bandwidth * 1e6))
             else:
-                total_us += moved / (self.rates.rate(launch) * bandwidth * 1e6)
-        return total_us
+                other_us += shares.launch_us + moved / (self.rates.rate(launch) * bandwidth * 1e6)
+        return Parts(gemm_us=gemm_us, other_us=other_us)
 
 
 @contextlib.contextmanager
@@ -257,6 +276,7 @@ def layer_document(spec: MoeModelSpec, *, gpu: str, ep_size: int, tokens: int, c
         name: forecast.microseconds(permutation_launches(*sizes, spec.hidden_size))
         for name, sizes in permutations.items()
     }
+    measured = measured_ranks(read_times())
     flops = 3 * 6 * received_rows * spec.hidden_size * spec.moe_ffn_hidden_size
     rows = []
     for recipe in RECIPES:
@@ -268,16 +288,26 @@ def layer_document(spec: MoeModelSpec, *, gpu: str, ep_size: int, tokens: int, c
                 recipe,
                 is_oai=spec.activation == "swiglu_oai",
             )
-        experts_us = forecast.microseconds(launches)
+        parts = forecast.parts(launches)
         rows.append({
-            "recipe": recipe.name, "experts_us": experts_us, "tflops": flops / experts_us / 1e6,
-            "permutation_us": sum(permutations_us.values()), "loops": loops_of(launches),
+            "recipe": recipe.name, "experts_us": parts.total_us, "gemms_us": parts.gemm_us,
+            "tflops": flops / parts.total_us / 1e6, "permutation_us": sum(permutations_us.values()),
+            "loops": loops_of(launches),
         })  # fmt: skip
     return {
         "benchmark": "predicted layer", "command": command, "measured": False, "gpu": gpu, "model": spec.name,
         "ep_size": ep_size, "tokens": tokens, "experts": slots, "rows_of_expert": rows_of_expert[0],
         "received_rows": received_rows, "permutations_us": permutations_us, "rows": rows,
+        "speedup": speedups(*rows), "speedup_error": asdict(measured.error()), "measured_rows": measured.rows,
+        "why_plain": why_plain([str(row["loops"]) for row in rows], forecast.model.shares.product),
     }  # fmt: skip
+
+
+def speedups(bf16: dict[str, Any], fp8: dict[str, Any]) -> dict[str, float]:
+    """Return how many times as fast FP8 is: the experts, and with permutations, which both recipes do in bf16."""
+    permutation_us = bf16["permutation_us"]
+    with_permutations = (bf16["experts_us"] + permutation_us) / (fp8["experts_us"] + permutation_us)
+    return {"experts": bf16["experts_us"] / fp8["experts_us"], "with permutations": with_permutations}
 
 
 def even_shares(total: int, parts: int) -> list[int]:
@@ -286,10 +316,38 @@ def even_shares(total: int, parts: int) -> list[int]:
 
 
 def loops_of(launches: "Sequence[Launch]") -> str:
-    """Return how many GEMMs take which loop: "4 specialized, 2 plain"."""
-    gemms = [launch.name for launch in launches if "BLOCK_K" in launch.constants]
-    specialized = sum(" specialized" in name for name in gemms)
-    return f"{specialized} specialized, {len(gemms) - specialized} plain"
+    """Return which GEMMs take which loop: "forward, dgrad specialized; wgrad plain".
+
+    All GEMMs of forward and dgrad take one loop, as do those of wgrad.
+    """
+    passes_of_loop: dict[str, list[str]] = {}
+    for passes, is_wgrad in (("forward, dgrad", False), ("wgrad", True)):
+        gemms = [launch for launch in launches if "BLOCK_K" in launch.constants]
+        of_passes = [" specialized" in gemm.name for gemm in gemms if ("a_ptr" not in gemm.tensors) == is_wgrad]
+        assert len(set(of_passes)) == 1, "the loops of these GEMMs differ"
+        passes_of_loop.setdefault("specialized" if of_passes[0] else "plain", []).append(passes)
+    return "; ".join(f"{', '.join(passes)} {loop}" for loop, passes in passes_of_loop.items())
+
+
+def why_plain(loops: Sequence[str], share: float) -> str:
+    """Return sentences on the plain loops in `loops`, those of each recipe.
+
+    `share` of its roof is assumed for wgrad in bf16.
+    """
+    verified = proven_on(CHIP).tiles
+    if not verified:
+        reason = "All loops are plain, because none is verified on this GPU."
+    elif not any("specialized" in of_recipe for of_recipe in loops):
+        least_rows = min(tile.tile.block_m for tile in verified)
+        reason = f"All loops are plain, because experts have fewer than {least_rows} rows on average."
+    elif any(tile.op == "wgrad" for tile in verified):
+        reason = "wgrad in bf16 is plain, because no specialized loop exists."
+    else:
+        reason = (
+            "wgrad is plain: bf16 has no specialized loop, and that of FP8 has not passed all checks on a GPU yet, so "
+            "it does not run."
+        )
+    return f"{reason} The plain wgrad in bf16 was never measured: {share:.0%} of its roof is assumed."
 
 
 def as_text(document: dict[str, object]) -> str:
@@ -300,15 +358,15 @@ def as_text(document: dict[str, object]) -> str:
         f"Predicted, not measured: {gpu}{scaled}. {document['model']}, EP{document['ep_size']}, {document['tokens']:,} "
         f"tokens per rank: {document['experts']} experts with up to {document['rows_of_expert']:,} rows.",
         "",
-        "| recipe | expert MLP, ms | TFLOPS | GEMM loops | permute and unpermute, ms |",
-        "|---|--:|--:|---|--:|",
+        "| recipe | expert MLP, ms | of it GEMMs | TFLOPS | GEMM loops | permute and unpermute, ms |",
+        "|---|--:|--:|--:|---|--:|",
     ]
     rows = document["rows"]
     assert isinstance(rows, list)
     for row in rows:
         lines.append(
-            f"| `{row['recipe']}` | {row['experts_us'] / 1e3:.2f} | {row['tflops']:.0f} | {row['loops']} | "
-            f"{row['permutation_us'] / 1e3:.2f} |"
+            f"| `{row['recipe']}` | {row['experts_us'] / 1e3:.2f} | {row['gemms_us'] / 1e3:.2f} | "
+            f"{row['tflops']:.0f} | {row['loops']} | {row['permutation_us'] / 1e3:.2f} |"
         )
     permutations_us = document["permutations_us"]
     assert isinstance(permutations_us, dict)
@@ -320,44 +378,18 @@ def as_text(document: dict[str, object]) -> str:
         )
     else:
         included = "the one permutation of a layer without EP, of tokens by expert"
+    speedup, error = document["speedup"], document["speedup_error"]
+    assert isinstance(speedup, dict)
+    assert isinstance(error, dict)
+    no_h100 = " No speed-up was measured on an H100." if document["gpu"] == "h100" else ""
     lines += [
+        "",
+        f"FP8 is {speedup['experts']:.2f}x as fast (experts), {speedup['with permutations']:.2f}x with permutations. "
+        f"On an H200, predicted speed-ups of experts were {error['low']:.2f} to {error['high']:.2f} of the measured "
+        f"ones, on average {error['mean']:.2f} (Qwen3-30B-A3B, {document['measured_rows']} rows per rank).{no_h100}",
+        str(document["why_plain"]),
         "",
         f"Times are of forward and backward passes. Included: {included}.",
         "Not included: all-to-alls between ranks, and `prepare`.",
     ]
     return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOut:
-    """Predicted over measured times of the expert MLP of Qwen3-30B-A3B, on the ranks of a recorded step."""
-
-    recipe: str
-    ratios: tuple[float, ...]
-
-    def __str__(self) -> str:
-        mean, low, high = statistics.mean(self.ratios), min(self.ratios), max(self.ratios)
-        spread = f"{low:.2f} to {high:.2f} on {len(self.ratios)} ranks"
-        return f"{self.recipe}: predicted / measured {mean:.2f} on average, {spread}"
-
-
-def held_out(policy: str = BASELINE, every: int = 1) -> Iterator[HeldOut]:
-    """Compare predictions with the H200's times, which no rate was taken from: each `every`th rank under a policy."""
-    forecast, loads = Forecast.of("h200"), RankLoads.read()
-    measured = {row.step: row.figures for row in read(MEASURED) if row.phase == "promise"}
-    ranks = [rows for cell in loads.rows[policy] for rows in cell]
-    for recipe, step in zip(RECIPES, ("bf16", "fp8"), strict=True):
-        times_us = measured[step]["us of rows"]
-        assert isinstance(times_us, list)
-        # Of every rank of every cell the policies were timed in turn.
-        of_policy = [float(time_us) for time_us in times_us[POLICIES.index(policy) :: len(POLICIES)]]
-        ratios = []
-        for rows, time_us in list(zip(ranks, of_policy, strict=True))[::every]:
-            launches = expert_launches(rows, loads.hidden, loads.intermediate, recipe)
-            ratios.append(forecast.microseconds(launches) / time_us)
-        yield HeldOut(recipe=recipe.name, ratios=tuple(ratios))
-
-
-if __name__ == "__main__":
-    for comparison in held_out():
-        print(comparison)
