@@ -3,16 +3,23 @@
     python examples/moe_layer_in_fp8.py                # on a GPU our kernels, on a CPU the reference in plain torch
     python examples/moe_layer_in_fp8.py --interpret    # on a CPU our kernels, in Triton's interpreter
     torchrun --standalone --nproc-per-node 2 examples/moe_layer_in_fp8.py    # EP2 over gloo, on a CPU
+    torchrun --standalone --nproc-per-node 8 examples/moe_layer_in_fp8.py --top-k 8 --experts 16    # EP8
 
-Options set the sizes: `--tokens 64 --experts 2 --hidden 7168 --intermediate 2048` has two of DeepSeek-V3's experts.
+Options set the sizes. Experts of two models, each a CPU minute with the reference:
+
+    --tokens 128 --top-k 8 --experts 16 --hidden 2048 --intermediate 768    # Qwen3-30B-A3B, a rank of EP8
+    --tokens 64 --experts 2 --hidden 7168 --intermediate 2048               # DeepSeek-V3, two experts
 
 The first two compare y and all gradients with plain torch in float32, and a chain of single operators with
-`GroupedExperts`, bit for bit. The last compares every rank of EP2 with one process that has all experts, bit for bit.
-Needs torch; `--interpret` also needs triton.
+`GroupedExperts`, bit for bit. The others compare every rank of EP with one process that has all experts, bit for bit.
+The last line says what held. If an error exceeds the bound that follows from the roundings of its recipe (`bounds`),
+or a bit differs, the exit code is 1. Needs torch; `--interpret` also needs triton.
 """
 
 import argparse
+import math
 import os
+import sys
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -98,6 +105,67 @@ class Results(NamedTuple):
     dprobs: Tensor
     dw1: Tensor
     dw2: Tensor
+
+
+class Errors(NamedTuple):
+    """Relative errors, or bounds on them, of the results: norm of a difference / norm of the expected tensor."""
+
+    y: float
+    dx: float
+    dprobs: float
+    dw1: float
+    dw2: float
+
+    @classmethod
+    def between(cls, ours: Results, expected: Results) -> "Errors":
+        """Return the relative errors of `ours`."""
+        pairs = zip(ours, expected, strict=True)
+        return cls(*(float((tensor.float() - other.float()).norm() / other.float().norm()) for tensor, other in pairs))
+
+
+E4M3, BF16_BITS = 3, 7
+"""Stored bits of the mantissa: values in [1, 2) are 2^-3 and 2^-7 apart."""
+FP8_ROUNDINGS = Errors(y=6, dx=8, dprobs=6, dw1=8, dw2=6)
+"""Operands in E4M3 on which a result depends.
+
+Gate and up each depend on x and w1, which makes four. The fifth and later ones:
+    y        silu(gate) up, w2
+    dprobs   dy, w2
+    dw2      dy, silu(gate) up
+    dx       dy, w2, the gradient of gate and up, w1
+    dw1      dy, w2, the gradient of gate and up, x
+"""
+BF16_ROUNDINGS = Errors(y=5, dx=6, dprobs=3, dw1=5, dw2=4)
+"""Tensors in bf16 after the layer's inputs, which are in bf16 in both computations. Gate and up are two. The others:
+
+    y        silu(gate) up, rows of y, y
+    dprobs   the gradient of silu(gate) up
+    dw2      silu(gate) up, dw2
+    dx       the gradients of silu(gate) up, of gate and up and of the rows of x, dx
+    dw1      the gradients of silu(gate) up and of gate and up, dw1
+"""
+GATE = 1.07
+"""E[silu'(g)^2] / E[silu(g)^2] of a normal g: silu amplifies the squared relative error of gate by at most this."""
+
+
+def bounds(sizes: Sizes, num_tokens: int, *, is_fp8: bool) -> Errors:
+    """Return how large the relative errors may be, from the roundings of the formats alone.
+
+    A rounding error is uniform within half a spacing either way, so its root mean square is spacing / sqrt(12): at most
+    2^-bits / sqrt(12) of the value, which is reached at 1. Values are random with mean 0, so sums pass on the relative
+    error of their operands, and independent errors add in squares. The logarithm of the ratio of two norms of n
+    independent values has the standard deviation 1 / sqrt(n); four of them are allowed.
+    """
+    num_rows = num_tokens * sizes.top_k
+    # A product of matrices has at most as many independent errors as the narrower operand has values.
+    num_values = Errors(*[num_rows * min(sizes.hidden, sizes.intermediate)] * 5)._replace(dprobs=num_rows)
+    limits = []
+    for fp8, bf16, values in zip(FP8_ROUNDINGS, BF16_ROUNDINGS, num_values, strict=True):
+        squares = bf16 * 4.0**-BF16_BITS / 12
+        if is_fp8:
+            squares += fp8 * 4.0**-E4M3 / 12
+        limits.append(math.sqrt(GATE * squares) * math.exp(4 / math.sqrt(values)))
+    return Errors(*limits)
 
 
 def trained(forward: Any, layer: Layer, dtype: torch.dtype = torch.bfloat16) -> Results:
@@ -217,20 +285,41 @@ def require_equal_bits(ours: Results, expected: Results, what: str) -> None:
             raise SystemExit(f"{what}: {name} differs by up to {(tensor - reference).abs().max():.3g}")
 
 
-def compare_with_plain_torch(sizes: Sizes, device: str, backend: str) -> None:
-    """Print the relative errors of both recipes, and check the chain by hand."""
+def excesses(what: str, errors: Errors, limits: Errors) -> list[str]:
+    """Print errors above their bounds; return a sentence per error that exceeds its bound."""
+    for label, row in ((what, errors), ("  at most", limits)):
+        print(f"{label:16}" + "".join(f"{value:8.4f}" for value in row))
+    return [
+        f"{what}: the error of {name} is {error:.4f}, above {limit:.4f}"
+        for name, error, limit in zip(Errors._fields, errors, limits, strict=True)
+        if not error <= limit  # not ">": NaN is above any bound
+    ]
+
+
+def compare_with_plain_torch(sizes: Sizes, device: str, backend: str) -> bool:
+    """Print the relative errors of both recipes and whether they hold their bounds; check the chain by hand."""
     layer = Layer.drawn(sizes, device)
     exact = in_plain_torch(layer)
     (num_tokens, top_k), (num_experts, hidden, intermediate) = layer.probs.shape, layer.w2.shape
     print(f"{num_tokens} tokens, top {top_k} of {num_experts} experts, H = {hidden}, I = {intermediate}")
     print(f"{layer.x.device.type}, backend {backend}: norm of the difference from plain torch / norm of plain torch")
-    print(f"{'recipe':12}" + "".join(f"{name:>8}" for name in Results._fields))
-    for recipe in (BF16, FP8_BLOCK):
-        ours = on_one_rank(layer, recipe, backend)
-        errors = [float((o.float() - e).norm() / e.norm()) for o, e in zip(ours, exact, strict=True)]
-        print(f"{recipe.name:12}" + "".join(f"{error:8.4f}" for error in errors))
-    require_equal_bits(by_hand(layer, backend), ours, "by hand")
+    print(f"{'recipe':16}" + "".join(f"{name:>8}" for name in Results._fields))
+    bf16, fp8 = (on_one_rank(layer, recipe, backend) for recipe in (BF16, FP8_BLOCK))
+    bf16_limits, fp8_limits = (bounds(sizes, num_tokens, is_fp8=is_fp8) for is_fp8 in (False, True))
+    # The difference of two results has the errors of both.
+    limits_of_difference = Errors(*map(math.hypot, bf16_limits, fp8_limits))
+    failures = [
+        *excesses(BF16.name, Errors.between(bf16, exact), bf16_limits),
+        *excesses(FP8_BLOCK.name, Errors.between(fp8, exact), fp8_limits),
+        *excesses("fp8-block - bf16", Errors.between(fp8, bf16), limits_of_difference),
+    ]
+    require_equal_bits(by_hand(layer, backend), fp8, "by hand")
     print("The chain of single FP8 operators gives the same bits as GroupedExperts.")
+    if failures:
+        print("\n".join(("FAILED:", *failures)))
+    else:
+        print("PASSED: y and all gradients are those of plain torch within the roundings of bf16 and of FP8.")
+    return not failures
 
 
 def compare_with_one_rank(sizes: Sizes, backend: str) -> None:
@@ -248,7 +337,10 @@ def compare_with_one_rank(sizes: Sizes, backend: str) -> None:
     for recipe in (BF16, FP8_BLOCK):
         expected = Results(*(part.chunk(num_ranks)[rank] for part in on_one_rank(whole, recipe, backend)))
         require_equal_bits(on_ep_ranks(mine, recipe, backend), expected, f"rank {rank}, {recipe.name}")
-        print(f"rank {rank} of {num_ranks}, {recipe.name}: y and all gradients have the bits of one rank")
+        print(f"rank {rank} of {num_ranks}, {recipe.name}: y and all gradients have the bits of one rank", flush=True)
+    dist.barrier()  # a rank with other bits has stopped, and then no rank gets further
+    if rank == 0:
+        print(f"PASSED: on {num_ranks} ranks, EP changes no bit in bf16 and in FP8.")
     dist.destroy_process_group()
 
 
@@ -280,4 +372,5 @@ if __name__ == "__main__":
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         compare_with_one_rank(sizes, backend)
     else:
-        compare_with_plain_torch(sizes, "cuda" if torch.cuda.is_available() and not interpret else "cpu", backend)
+        device = "cuda" if torch.cuda.is_available() and not interpret else "cpu"
+        sys.exit(0 if compare_with_plain_torch(sizes, device, backend) else 1)
