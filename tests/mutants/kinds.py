@@ -184,14 +184,21 @@ def stale_homes(source: Source) -> Iterator[Edit]:
 
 def swapped_operands(source: Source) -> Iterator[Edit]:
     """Yield edits that swap both sides of an operator, or two arguments of a call."""
+    distances = {id(node.args[0]) for node in source.nodes() if isinstance(node, ast.Call) and _is_distance(node)}
     for node in source.nodes():
-        if isinstance(node, ast.BinOp) and type(node.op) in SIGNS:
+        if isinstance(node, ast.BinOp) and type(node.op) in SIGNS and id(node) not in distances:
             left, right = source.of(node.left), source.of(node.right)
             yield source.edit("swapped operands", node, f"({right}) {SIGNS[type(node.op)]} ({left})")
         if isinstance(node, ast.Call) and len(node.args) == 2 and _may_be_swapped(node):
             (begin, _), (_, end) = source.span(node.args[0]), source.span(node.args[1])
             text = f"{source.of(node.args[1])}, {source.of(node.args[0])}"
             yield source.edit_between("swapped operands", node, begin, end, text)
+
+
+def _is_distance(call: ast.Call) -> bool:
+    """Return whether a call is `abs(a - b)`, which is `abs(b - a)`."""
+    of_one = last_name(call.func) == "abs" and len(call.args) == 1
+    return of_one and isinstance(call.args[0], ast.BinOp) and isinstance(call.args[0].op, ast.Sub)
 
 
 def _may_be_swapped(call: ast.Call) -> bool:

@@ -61,6 +61,8 @@ def test_a_kind_makes_of_a_line_what_its_name_says(kinds) -> None:  # type: igno
 
 def test_what_is_symmetric_is_not_swapped(kinds) -> None:  # type: ignore[no-untyped-def]
     assert not kinds.edits_of("a = max(b, c) + torch.equal(b, c) + _same_layout(b, c) + option_in(b, c)\n")
+    assert not kinds.edits_of("a = np.abs(b - c) + abs(d - e)\n")
+    assert [edit.text for edit in kinds.edits_of("a = np.abs((b - c) - d)\n")] == ["(c) - (b)"]
 
 
 def test_texts_and_annotations_stay_as_they_are(kinds) -> None:  # type: ignore[no-untyped-def]
