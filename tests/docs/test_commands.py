@@ -60,7 +60,6 @@ def commands(page: Path) -> list[str]:
 INLINE_ELSEWHERE = {
     "moe-rl bench planner --sections speed": "minutes of planning; tests/test_cli_bench.py runs its sections on less",
     "moe-rl demo --train": "tests/test_cli_train_demo.py",
-    "moe-rl tune run.moetrace --gpus 32 --current ep=16": "minutes of search; docs/tune.md has a smaller one",
     "moe-rl advise metrics.jsonl": "the file is a run's own; tests/countdown makes one",
 }
 """Commands within sentences that are run, or need what no test has; where or why."""

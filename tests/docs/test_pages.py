@@ -96,12 +96,26 @@ def test_no_page_has_syntax_that_github_shows_as_it_is(page: Path) -> None:
     assert not re.search(r"^(:::|===|!!!|\?\?\?) ", CODE.sub("", page.read_text()), re.MULTILINE)
 
 
-def test_the_tutorials_sensitivity_is_of_the_run_that_it_simulates() -> None:
-    """Another model or one EP group would be another question; the same options, but for the files that it writes."""
+def test_all_commands_of_the_tutorial_are_about_one_run() -> None:
+    """Another model, batch, layout or token budget would be another question: `tune` has them in `--current`, too."""
     text = (ROOT / "docs" / "tutorials" / "trace.md").read_text()
-    simulated, perturbed = re.findall(
-        r"^(moe-rl simulate run\.moetrace .*--global-batch-size 512) (?:\\|--sensitivity)$", text, re.MULTILINE
-    )
-    assert simulated == perturbed
+    options = [options_of(line) for line in shell_lines(text) if "--global-batch-size" in line]
+    simulated, perturbed, tuned, rl_step = options
+    run = simulated.items() - {("--html", "report.html"), ("--json", "report.json")}
+    assert perturbed.items() - {("--sensitivity", "")} == run
+    assert rl_step.items() - {("--prompt-tokens", rl_step["--prompt-tokens"])} == run
+    searched = {"--ep": "ep", "--micro-batch-tokens": "tokens", "--recompute-granularity": "recompute"}
+    current = ",".join(f"{name}={simulated[flag]}" for flag, name in searched.items())
+    assert tuned.items() == {item for item in run if item[0] not in searched} | {("--current", current)}
     for option in ("--layout", "--software"):
         assert f"- **`{option}`** " in text
+
+
+def options_of(line: str) -> dict[str, str]:
+    """Return the flags of a command with their values, empty where a flag has none."""
+    arguments = words(line)
+    values = dict[str, str]()
+    for flag, value in zip(arguments, [*arguments[1:], "--"], strict=True):
+        if flag.startswith("--"):
+            values[flag] = "" if value.startswith("--") else value
+    return values
