@@ -135,7 +135,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
+    """A reader's shell: kernels are not interpreted unless the page says so."""
+    of_reader = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return {**of_reader, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")}
 
 
 def run(line: str, folder: Path) -> None:
