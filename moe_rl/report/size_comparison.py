@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_rl.report.tuned_settings import ShapeLevers, TunedSetting
+from moe_rl.core.mappings import without
+from moe_rl.report.tuned_settings import ShapeLevers, TunedSetting, fastest_lever
 
 ENGINES_ALONE = ("static", "engine")
 """Levers that a run has without moe_rl."""
@@ -12,7 +13,7 @@ ENGINES_ALONE = ("static", "engine")
 
 def with_moe_rl(speeds: Mapping[str, float]) -> str:
     """Return the fastest lever of `moe-rl`, of speeds by lever."""
-    return max((lever for lever in speeds if lever not in ENGINES_ALONE), key=lambda lever: speeds[lever])
+    return fastest_lever(without(speeds, ENGINES_ALONE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,6 +119,11 @@ LEVERS = ("static", "engine", "packing", "homes", "resident copies", "moe-rl rep
 """In the order in which each is added to those before; the replicas of `moe-rl` take the engine's place."""
 
 
+def fastest_lever(speeds: Mapping[str, float]) -> str:
+    """Return the fastest of speeds by lever; of equal ones the first."""
+    return max(speeds, key=lambda lever: speeds[lever])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeLevers:
     """A setting's tokens/s/GPU under the routes of a trace, as an engine and the levers of `moe-rl` are added."""
@@ -130,12 +135,13 @@ class ShapeLevers:
     speeds: Mapping[str, float]
     """By lever, of `LEVERS`; those that the setting does not have are absent."""
     command: str = ""
-    """The line that simulates the fastest combination; empty: priced on a sample of layers alone."""
+    """The line that simulates the fastest combination, or of today's setting the fastest of moe_rl; empty: priced on a
+    sample of layers alone."""
 
     @property
     def lever(self) -> str:
         """The last lever of the fastest combination; of equal ones the first."""
-        return max(self.speeds, key=lambda name: self.speeds[name])
+        return fastest_lever(self.speeds)
 
     @property
     def fastest(self) -> float:

@@ -7,7 +7,7 @@ Example: EP16 on 32 GPUs without a pipeline is two EP groups: `moe-rl simulate r
 """
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from moe_rl.core.mappings import without
 from moe_rl.core.plan import Plan
 from moe_rl.option_groups import words_of
 from moe_rl.planner.base import OURS
-from moe_rl.report.tuned_settings import ShapeLevers, TunedSetting
+from moe_rl.report.tuned_settings import ShapeLevers, TunedSetting, fastest_lever
 from moe_rl.study.groups import PlanningOptions
 from moe_rl.study.options import RECORDED, SimulationOptions
 from moe_rl.study.plan_and_price import plan_of_policy, pricing_of
@@ -62,9 +62,18 @@ def simulated_options(row: TunedSetting, options: TuneOptions, *, num_tokens: in
 
 
 def levers_on_all_layers(
-    shape: ShapeLevers, trace: TraceLike, options: TuneOptions, *, num_tokens: int, batch: str
+    shape: ShapeLevers,
+    trace: TraceLike,
+    options: TuneOptions,
+    *,
+    num_tokens: int,
+    batch: str,
+    lever_of: Callable[[Mapping[str, float]], str] = fastest_lever,
 ) -> ShapeLevers:
-    """Return tokens/s/GPU of a setting and its levers by the path of `simulate`, and the command that prints them."""
+    """Return tokens/s/GPU of a setting and its levers by the path of `simulate`, and the command of one lever.
+
+    `lever_of` chooses that lever by the speeds of all.
+    """
     of_run = simulated_options(shape.setting, options, num_tokens=num_tokens, batch=batch)
     scenario = state_scenario(trace, of_run, lambda *_: None)
     plans = {lever: _planned(scenario, row_of_lever(lever, shape)) for lever in shape.speeds}
@@ -73,7 +82,7 @@ def levers_on_all_layers(
     gpus = scenario.topology.num_ranks * shape.setting.pipeline_model_parallel_size
     speeds = {lever: (policies[lever].prediction.tokens_per_s or 0.0) / gpus for lever in shape.speeds}
     priced = replace(shape, speeds=speeds)
-    return replace(priced, command=command_of(trace, of_run, priced))
+    return replace(priced, command=command_of(trace, of_run, priced, lever_of(speeds)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +136,9 @@ def _planned(scenario: Scenario, row: SimulatedRow) -> Plan:
     return plan_of_policy(replace(of_row, options=of_row.options.with_words(**words)), row.policy)
 
 
-def command_of(trace: TraceLike, options: TuneOptions, shape: ShapeLevers, lever: str = "") -> str:
-    """Return the line of `moe-rl simulate` that prints the static step and that of a lever; empty: of the fastest."""
-    row = row_of_lever(lever or shape.lever, shape)
+def command_of(trace: TraceLike, options: TuneOptions, shape: ShapeLevers, lever: str) -> str:
+    """Return the line of `moe-rl simulate` that prints the static step and that of a lever."""
+    row = row_of_lever(lever, shape)
     stated = {**without(options.stated_words(), OF_THE_SEARCH), **row.options(options.planning)}
     return " ".join(["moe-rl simulate", shlex.quote(str(trace)), *flags_of(stated)])
 

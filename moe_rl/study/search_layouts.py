@@ -32,7 +32,8 @@ from moe_rl.core.trace import RoutingTrace
 from moe_rl.option_groups import AUTO
 from moe_rl.profiling.posterior import NORMAL_80, Posterior
 from moe_rl.replay import concatenate
-from moe_rl.report.tuned_settings import ALIKE, SIZES, ParallelLayout, ShapeLevers, TunedSetting
+from moe_rl.report.size_comparison import with_moe_rl
+from moe_rl.report.tuned_settings import ALIKE, SIZES, ParallelLayout, ShapeLevers, TunedSetting, fastest_lever
 from moe_rl.report.tuning import Tuned
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.study.conditions import chosen_by
@@ -146,7 +147,7 @@ def tune(
         comparer = SizeComparer(options=options, task=task, posterior=posterior, sampled=sampled, lengths=batch.lengths)
         levers_today = comparer.sample_of(today.row).levers()
         if trace is not None and options.routes_like is None:
-            levers_today = _on_all_layers(levers_today, trace, options, batch)
+            levers_today = _on_all_layers(levers_today, trace, options, batch, lever_of=with_moe_rl)
         comparison = comparer.compare(levers_today, levers, unstated=today.unstated)
     return Tuned(
         model=model.name, cluster=hardware.name, gpus=task.gpus, num_tokens=int(batch.lengths.sum()),
@@ -310,10 +311,17 @@ def _levers(
     return tuple(shapes)
 
 
-def _on_all_layers(shape: ShapeLevers, trace: TraceLike, options: TuneOptions, batch: TunedBatch) -> ShapeLevers:
-    """Return a setting's levers as `simulate` prices them, with the command that prints them."""
+def _on_all_layers(
+    shape: ShapeLevers,
+    trace: TraceLike,
+    options: TuneOptions,
+    batch: TunedBatch,
+    lever_of: Callable[[Mapping[str, float]], str] = fastest_lever,
+) -> ShapeLevers:
+    """Return a setting's levers as `simulate` prices them, with the command that prints one of them."""
+    num_tokens = int(batch.lengths.sum())
     return levers_on_all_layers(
-        shape, trace=trace, options=options, num_tokens=int(batch.lengths.sum()), batch=batch.kind
+        shape, trace=trace, options=options, num_tokens=num_tokens, batch=batch.kind, lever_of=lever_of
     )
 
 

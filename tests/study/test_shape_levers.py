@@ -14,7 +14,7 @@ from moe_rl.config import bundled_traces, load_cluster, load_model
 from moe_rl.core.errors import InvalidInputError
 from moe_rl.core.native import native_core
 from moe_rl.core.schedules import FRAMEWORK_LAYOUTS, PACKINGS
-from moe_rl.report.size_comparison import ComparedSize
+from moe_rl.report.size_comparison import ComparedSize, with_moe_rl
 from moe_rl.report.tuned_settings import ALIKE, LEVERS, ShapeLevers, TunedSetting
 from moe_rl.report.tuning import Tuned
 from moe_rl.simulators.coactivation import coactivation
@@ -184,7 +184,7 @@ def test_the_setting_in_front_is_simulated_on_all_gpus_with_the_peak_of_the_sear
     options = TuneOptions(gpus=16, micro_batch_tokens=8192)
     stated = simulated_options(row, options, num_tokens=with_routes.num_tokens, batch="drawn")
     shape = ShapeLevers(setting=row, engine=None, resident_slots=0, speeds={"static": 1.0})
-    assert "--gpus 16" in command_of("countdown-grpo", stated, shape)
+    assert "--gpus 16" in command_of("countdown-grpo", stated, shape, "static")
     scenario = state_scenario("countdown-grpo", stated.with_words(policy=["static"]), lambda *_: None)
     assert scenario.topology.num_ranks == 16
     simulate, _ = pricing_of(scenario, make_plans(scenario, ["static"], lambda *_: None))
@@ -312,7 +312,7 @@ def test_a_batch_of_a_number_of_sequences_has_that_number() -> None:
     assert len(batch.lengths) == 300
     stated = simulated_options(setting_of(8, 1000.0), options, num_tokens=int(batch.lengths.sum()), batch="drawn")
     shape = ShapeLevers(setting=setting_of(8, 1000.0), engine=None, resident_slots=0, speeds={"static": 1.0})
-    command = command_of("countdown-grpo", stated, shape)
+    command = command_of("countdown-grpo", stated, shape, "static")
     assert "--global-batch-size 300" in command
     assert "--global-batch-tokens" not in command
 
@@ -357,7 +357,10 @@ def test_every_ep_size_is_compared_with_the_setting_of_today(beside_today: Tuned
     command = shlex.split(compared.today.command)
     ran = moe_rl("simulate", bundled_traces()["countdown-grpo"], *command[3:], "--json", "-")
     figures = json.loads(ran.out)["policies"]
-    assert compared.today.speeds["static"] == pytest.approx(figures["static"]["tokens_per_s"] / 16, rel=1e-9)
+    static = compared.today.speeds["static"]
+    assert static == pytest.approx(figures["static"]["tokens_per_s"] / 16, rel=1e-9)
+    policy = row_of_lever(with_moe_rl(compared.today.speeds), compared.today).policy
+    assert today.moe_rl * static == pytest.approx(figures[policy]["tokens_per_s"] / 16, rel=1e-9)
 
 
 @pytest.mark.parametrize(
