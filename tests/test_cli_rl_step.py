@@ -243,3 +243,66 @@ def test_lengths_that_make_no_step_are_refused(arguments: tuple[object, ...], me
     ran = moe_rl("rl-step", *FROM_LENGTHS, *arguments)
     assert (ran.code, ran.out) == (2, "")
     assert message in ran.err
+
+
+STEP = (
+    "--model", "qwen3-30b-a3b", "--ep", 4, "--tp", 4, "--num-samples", 64, "--mean-length", 2000,
+    "--micro-batch-tokens", 8192, "--rollout-engine-size", 2,
+)  # fmt: skip
+
+
+def test_expert_tp_is_priced_in_the_trainer_alone_and_more_parts_are_slower() -> None:
+    """Narrower products and more rows to send: the same work cannot take less time. Whole experts are the default."""
+    steps = {}
+    for parts in (None, 1, 2, 4):
+        typed = () if parts is None else ("--expert-tensor-parallel-size", parts)
+        ran = moe_rl("rl-step", *STEP, "--train-gpus", 16, *typed, "--json", "-")
+        assert ran.code == 0, ran.err
+        steps[parts] = json.loads(ran.out)["policies"]["static"]["parts_s"]
+    assert steps[None] == steps[1]
+    for part in ("update", "log_prob"):
+        assert steps[1][part] < steps[2][part] < steps[4][part]
+    for part in ("rollout", "weight_sync"):
+        assert steps[1][part] == steps[4][part]
+
+
+@pytest.mark.parametrize("flag", ["--gpus", "--train-gpus"])
+def test_gpus_that_expert_tp_does_not_divide_are_refused(tmp_path: Path, flag: str) -> None:
+    sizes = ("--pp", 8, "--expert-tensor-parallel-size", 4)
+    ran = moe_rl("rl-step", *STEP, flag, 64, *sizes, "--json", tmp_path / "step.json")
+    assert ran.code == 2
+    assert f"{flag} 64 is not a multiple of 128" in ran.err
+    assert "(EP 4 x expert TP 4 x PP 8). Set --expert-tensor-parallel-size 1, or other sizes." in ran.err
+    assert not list(tmp_path.iterdir())
+    other = moe_rl("rl-step", *STEP, flag, 24, *sizes)
+    assert "is not a multiple of 128" in other.err
+    assert "Set --expert-tensor-parallel-size 1" not in other.err, "EP 4 x PP 8 does not divide 24 either"
+
+
+def test_an_engine_that_is_too_small_names_the_option() -> None:
+    ran = moe_rl("rl-step", *STEP[2:], "--model", "qwen3-235b-a22b", "--train-gpus", 16)
+    assert ran.code == 2
+    assert "do not fit on 2 GPUs of h100: set a larger --rollout-engine-size." in ran.err
+
+
+def test_each_list_of_fitted_models_says_which_part_it_is_of() -> None:
+    ran = moe_rl("rl-step", *STEP[2:-1], 16, "--model", "qwen3-235b-a22b", "--train-gpus", 16, "--json", "-")
+    assert ran.code == 0, ran.err
+    (engine,) = [note for note in json.loads(ran.out)["notes"] if "DeepSeek-V3, Qwen3-30B, Qwen3-235B" in note]
+    (trainer,) = [note for note in json.loads(ran.out)["notes"] if "(fitted: Qwen3-30B-A3B" in note]
+    assert engine.startswith("simulated: rollout, weight sync and framework have five constants of their own")
+    assert trainer.startswith("the prediction of the trainer's passes is outside the runs")
+
+
+@pytest.mark.parametrize(
+    ("typed", "sentence"),
+    [
+        (("--rollout-attention-size", 3), "--rollout-attention-size (3) does not divide --rollout-engine-size (2)"),
+        (("--rollout-attention-size", 0), "--rollout-attention-size"),
+        (("--rollout-engine-size", 3), "--rollout-engine-size (3) does not divide the number of rollout GPUs (16)"),
+    ],
+)
+def test_an_engine_of_impossible_sizes_is_refused(typed: tuple[object, ...], sentence: str) -> None:
+    ran = moe_rl("rl-step", *STEP, "--train-gpus", 16, *typed)
+    assert ran.code == 2
+    assert sentence in ran.err

@@ -6,6 +6,7 @@ from pathlib import PurePath
 
 from moe_rl.cli.attach_memory import memory_sentences, ranks_of_node
 from moe_rl.core.errors import InvalidInputError
+from moe_rl.doctor.checks.parallel import needs_whole_experts
 from moe_rl.doctor.diagnosis import Finding
 from moe_rl.frameworks import FRAMEWORKS
 from moe_rl.frameworks.run_settings import OBSERVE, PREFIX, SWITCH, settings_from_environment, switches_on
@@ -133,7 +134,10 @@ def _lines(run: ReadRun) -> Iterator[str]:
         elif switches_on(line):
             yield from _switch(run)
         elif run.runs_by_uv:
-            yield f"uv {line}   (into the environment that `uv run` uses for driver and workers)"
+            yield (
+                f"uv {line}   (on every node, into the .venv that `uv run` uses; `uv run` keeps it, but `uv sync` "
+                "removes it, so repeat this line after each sync)"
+            )
         else:
             yield f"{line}   (in the environment of the driver and of every worker)"
 
@@ -267,12 +271,16 @@ def _untested(settings: RunSettings) -> Iterator[str]:
 def _gain(run: ReadRun) -> Iterator[str]:
     """Yield how to predict, without a trace, the most that balancing can gain, before and after a look at the run."""
     command = f"moe-rl rl-step --launch {run.launch_file or run.files[0]} --mean-length 4000"
+    if needs_whole_experts(run.settings):
+        command += " --expert-tensor-parallel-size 1"
     metric = f"{PREFIXES.get(run.settings.framework, '')}moe_rl/imbalance"
     yield f"`{command}` predicts an upper bound without a trace (4000: your mean length of prompt and response)"
     yield (
         f"this assumes an imbalance of {TrainerOptions().imbalance}. Promise nothing before you have measured yours "
         f"with observe: `{command} --imbalance X`, X being {metric}"
     )
+    if needs_whole_experts(run.settings):
+        yield f"both commands set expert TP to 1, because the run cannot start with {run.settings.parts_of_expert}"
 
 
 def _look(settings: RunSettings) -> str:

@@ -58,8 +58,6 @@ def what_was_read(diagnosis: Diagnosis) -> list[str]:
                 f"only a few traps can be checked for {reader.title} (docs/doctor.md). "
                 "--attach shows whether moe_rl can attach"
             )
-        if run.num_ignored:
-            lines.append(f"{run.num_ignored} other settings were read, but no check needs them")
         lines += [f"not resolved: {sentence}" for sentence in run.unresolved[:NUM_SHOWN]]
         if len(run.unresolved) > NUM_SHOWN:
             lines.append(f"not resolved: {len(run.unresolved) - NUM_SHOWN} more (--json lists them)")
@@ -114,9 +112,12 @@ def _told(findings: list[Finding]) -> Text:
 
 
 def summary(diagnosis: Diagnosis) -> str:
-    """Return e.g. "1 error, 2 warnings, 3 notes; 34 traps checked"."""
+    """Return e.g. "1 error, 2 warnings, 3 notes; 34 traps checked; 60 other settings not needed"."""
     counts = []
     for severity in SEVERITIES:
         count = diagnosis.count(severity)
         counts.append(f"{count} {severity}{'' if count == 1 else 's'}")
-    return f"{', '.join(counts)}; {diagnosis.num_checked} traps checked"
+    unneeded = ""
+    if diagnosis.run is not None and diagnosis.run.num_ignored:
+        unneeded = f"; {diagnosis.run.num_ignored} other settings not needed"
+    return f"{', '.join(counts)}; {diagnosis.num_checked} traps checked{unneeded}"

@@ -38,7 +38,14 @@ class BatchFacts:
     trainer_gpus: int | None = None
     """GPUs of the trainer, where the files say their number in one; else nodes times GPUs of a node."""
     engine_size: int | None = None
-    """GPUs of one rollout engine."""
+    """GPUs of one rollout engine, where the files say their number in one; else `rollout_engine_size`."""
+    engine_tensor_parallel: int | None = None
+    """GPUs of a rollout engine that share the attention of one request, in each of its pipeline stages."""
+    engine_pipeline_parallel: int | None = None
+    engine_data_parallel: int | None = None
+    """Groups of GPUs in one engine that attend for requests of their own and share out the experts (vLLM's DP)."""
+    engine_expert_parallel: int | None = None
+    """GPUs of a rollout engine that share out the experts: in vLLM all of its TP x DP."""
     kl_in_loss: int | None = None
     """1 where the loss has a term of the distance from a reference policy, 0 where it has none."""
     kl_in_reward: int | None = None
@@ -74,6 +81,32 @@ class BatchFacts:
         if None in leaving.values():
             return None
         return tuple(name for name, leaves in leaving.items() if leaves)
+
+    @property
+    def engine_attention_size(self) -> int | None:
+        """GPUs of a rollout engine that attend for the same requests; None if the files do not say."""
+        if self.engine_tensor_parallel is None:
+            return None
+        return self.engine_tensor_parallel * (self.engine_pipeline_parallel or 1)
+
+    @property
+    def rollout_engine_size(self) -> int | None:
+        """GPUs of one rollout engine; None if the files do not say.
+
+        Example: TP 8 and DP 8 are 64 GPUs. TP 8 and EP 64 alone, too: vLLM's EP is TP x DP, and NeMo-RL derives DP.
+        """
+        attention_size = self.engine_attention_size
+        if self.engine_size is not None or attention_size is None:
+            return self.engine_size
+        if self.engine_follows_experts:
+            return self.engine_expert_parallel
+        return attention_size * (self.engine_data_parallel or 1)
+
+    @property
+    def engine_follows_experts(self) -> bool:
+        """Whether a rollout engine has more GPUs than TP x PP x DP, because its EP size says so."""
+        stated = (self.engine_attention_size or 0) * (self.engine_data_parallel or 1)
+        return 0 < stated < (self.engine_expert_parallel or 1)
 
     @property
     def gpus(self) -> int | None:

@@ -152,6 +152,9 @@ class RunSettings:
     rollout_eplb: Flag = None
     """Whether the rollout engine places copies of experts (EPLB)."""
     rollout_engine: Word = None
+    rollout_tensor_parallel_size: Number = None
+    rollout_data_parallel_size: Number = None
+    rollout_expert_parallel_size: Number = None
     weight_sync_pause_s: Real = None
     """Seconds that the trainer waits between pausing the rollout engines and sending them weights, whatever they do."""
     rollout_log_probs: Flag = None

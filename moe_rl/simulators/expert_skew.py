@@ -19,7 +19,8 @@ def expert_shares(num_experts: int, *, ep_size: int, imbalance: float) -> Floats
     no spread gives that imbalance: at most P.
     """
     require(
-        num_experts % ep_size == 0, f"engine_size ({ep_size}) does not divide the number of experts ({num_experts})."
+        num_experts % ep_size == 0,
+        f"--rollout-engine-size ({ep_size}) does not divide the number of experts ({num_experts}).",
     )
     require(
         imbalance < ep_size,

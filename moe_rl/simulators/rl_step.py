@@ -79,9 +79,9 @@ class RlStepSetting:
     """None: rollout and training take turns on the same GPUs."""
     engine_size: int = 1
     """GPUs of one rollout engine, which share out its weights."""
-    attention_data_parallel: bool = False
-    """True: every GPU of an engine attends for requests of its own (SGLang's `enable_dp_attention`); else the engine is
-    tensor-parallel, and a cache with fewer heads than GPUs is replicated."""
+    attention_size: int | None = None
+    """GPUs of an engine that attend for the same requests; a cache with fewer heads than these is replicated. None: all
+    GPUs (the engine is tensor-parallel). 1: each for requests of its own (SGLang's `enable_dp_attention`)."""
     rollout_precision: str = "bf16"
     """Of the engine's weights and products, one of `PRECISIONS`."""
     max_running_samples: int = 256
@@ -137,7 +137,7 @@ class RlStepSetting:
 
     def __post_init__(self) -> None:
         require_least(
-            self, train_gpus=1, rollout_gpus=1, engine_size=1, update_epochs=1, max_running_samples=1,
+            self, train_gpus=1, rollout_gpus=1, engine_size=1, attention_size=1, update_epochs=1, max_running_samples=1,
             samples_per_prompt=1, rollout_imbalance=1, staleness=0, reward_s=0, reference_passes=0, log_prob_passes=0,
             environment_s=0, draft_tokens=0, framework_share=0, weight_sync_control_s=0,
         )  # fmt: skip
@@ -173,7 +173,13 @@ class RlStepSetting:
         )
         require(
             self.decoding_gpus % self.engine_size == 0,
-            f"engine_size ({self.engine_size}) does not divide the number of rollout GPUs ({self.decoding_gpus}).",
+            f"--rollout-engine-size ({self.engine_size}) does not divide the number of rollout GPUs "
+            f"({self.decoding_gpus}).",
+        )
+        require(
+            self.engine_size % self.attending_gpus == 0,
+            f"--rollout-attention-size ({self.attention_size}) does not divide --rollout-engine-size "
+            f"({self.engine_size}).",
         )
 
     def _require_same_gpus(self, transport: SyncTransport) -> None:
@@ -213,6 +219,11 @@ class RlStepSetting:
         if self.rollout_gpus is None:
             return self.train_gpus
         return self.rollout_gpus
+
+    @property
+    def attending_gpus(self) -> int:
+        """GPUs that share one request's attention, and with it the weights outside the routed experts."""
+        return self.attention_size or self.engine_size
 
     @property
     def num_engines(self) -> int:
@@ -444,8 +455,7 @@ class _Engine:
     def __init__(self, model: MoeModelSpec, hardware: HardwareSpec, setting: RlStepSetting) -> None:
         size, weight = setting.engine_size, PRECISIONS[setting.rollout_precision]
         self.setting = setting
-        # GPUs that share one request's attention, and with it the weights outside the routed experts.
-        self.attending = 1 if setting.attention_data_parallel else size
+        self.attending = setting.attending_gpus
         experts = float(model.num_moe_layers * model.num_experts * model.expert_params)
         self.fixed_bytes = weight * (all_params(model) - experts) / self.attending
         self.expert_bytes = weight * experts / size
@@ -453,7 +463,8 @@ class _Engine:
         self.room_bytes = CACHE_SHARE[setting.colocated] * hardware.hbm_gib * GIB - weight_bytes
         require(
             self.room_bytes > 0,
-            f"the weights of {model.name} do not fit on {size} GPUs of {hardware.name}: set a larger engine_size.",
+            f"the weights of {model.name} do not fit on {size} GPUs of {hardware.name}: set a larger "
+            "--rollout-engine-size.",
         )
         self.cache_bytes = BF16_BYTES * _cached_layers(model) * _cache_width(model, self.attending)  # per token
         # Probability that a token does not choose a given expert.

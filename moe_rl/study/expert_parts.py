@@ -31,6 +31,16 @@ def model_in_parts(model: MoeModelSpec, parts: int) -> MoeModelSpec:
     )
 
 
+def model_of_whole_experts(model: MoeModelSpec, parts: int) -> MoeModelSpec:
+    """Return the model that `model_in_parts` cut: rollout engines and weight syncs have its experts whole."""
+    return replace(
+        model,
+        num_experts=model.num_experts // parts,
+        top_k=model.top_k // parts,
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size * parts,
+    )
+
+
 def part_numbers(num_experts: int, *, ep_size: int, parts: int) -> NDArray[np.int64]:
     """Return [E, parts] numbers of the parts of every expert, in the order of the ranks that Megatron gives them to."""
     per_rank = num_experts // ep_size

@@ -26,6 +26,7 @@ from moe_rl.simulators.balanced import flops_per_token
 from moe_rl.simulators.rl_update import trainer_seconds
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.whole_runs import WholeRun
+from moe_rl.study.expert_parts import model_in_parts
 from moe_rl.study.lengths import lengths_of_row
 from moe_rl.study.options import SimulationOptions, merge_options, whole_names, with_underscores
 from moe_rl.study.rl_options import KnownStepOptions
@@ -305,12 +306,13 @@ def priced_row(
         lengths = own_lengths
     gpus = row.trainer.train_gpus or row.parallel.gpus
     require(gpus is not None, "the setting of this step needs `gpus`, the number of GPUs of the trainer.")
+    parts = row.parallel.expert_tensor_parallel_size or 1
     return priced_lengths(
-        model,
+        model_in_parts(model, parts),
         row.step_setting(),
         lengths,
         gpus=int(gpus or 0),
-        ep_size=row.parallel.expert_model_parallel_size,
+        ep_size=row.parallel.expert_model_parallel_size * parts,
         micro_batch_tokens=row.sequences.micro_batch_tokens or (row.trainer.micro_batch_size or 1) * int(lengths.max()),
         mini_batches=row.trainer.mini_batches,
         imbalance=row.trainer.imbalance,

@@ -18,6 +18,7 @@ from moe_rl.launch.settings import EXPERT_TENSOR, ReadRun, RunSettings
 from moe_rl.option_groups import words_of
 from moe_rl.study.known_routes import routes_from
 from moe_rl.study.options import SimulationOptions
+from moe_rl.study.rl_options import RolloutOptions
 
 # Options of a simulation that a run sets under the same name.
 SAME_NAME = (
@@ -92,6 +93,9 @@ def launch_options(
     sentences += [f"{file_names}: {sentence}" for sentence in left_out]
     if plan_sentence and "routes_from" in priced:
         sentences.append(f"{file_names}: {plan_sentence}")
+    if "rollout_engine_size" in priced.keys() - stated.keys() and run.batch.engine_follows_experts:
+        size = run.batch.rollout_engine_size
+        sentences.append(f"{file_names}: a rollout engine has {size} GPUs here, as its EP size says: EP is TP x DP.")
     sentences += run.conditions
     if model and has_trace and "model" not in stated:
         sentences.append(
@@ -147,18 +151,26 @@ def _batch_options(run: ReadRun, share: float | None) -> dict[str, Any]:
     batch_sizes = {
         "micro_batch_tokens": batch.micro_batch_tokens(context_parallel_size),
         "samples_per_prompt": batch.samples_per_prompt,
-        "rollout_engine_size": batch.engine_size,
+        "rollout_engine_size": batch.rollout_engine_size,
         "num_samples": batch.samples,
         "train_gpus": batch.gpus,
         "rollout_gpus": batch.separate_rollout_gpus,
-        "rollout_max_running": batch.most_running,
-        "rollout_dp_attention": bool(batch.attention_data_parallel),
         "rollout_enforce_eager": bool(batch.enforce_eager),
     }
     if batch.samples and batch.update_samples and batch.samples % batch.update_samples == 0:
         batch_sizes["mini_batches"] = batch.samples // batch.update_samples
     if batch.update_samples and share is not None:
         batch_sizes["global_batch_size"] = max(1, round(batch.update_samples * share))
+    engine_size, attention_size = batch.rollout_engine_size, batch.engine_attention_size
+    if engine_size and attention_size and engine_size > attention_size:
+        batch_sizes["rollout_attention_size"] = attention_size
+        # Each of the engine's groups of GPUs has a scheduler of its own.
+        most_running = batch.most_running or RolloutOptions().rollout_max_running
+        batch_sizes["rollout_max_running"] = most_running * engine_size // attention_size
+    else:
+        batch_sizes["rollout_max_running"] = batch.most_running
+        # SGLang's limit is that of all groups.
+        batch_sizes["rollout_attention_size"] = 1 if batch.attention_data_parallel else None
     options: dict[str, Any] = {name: value for name, value in batch_sizes.items() if value}
     if batch.reference_passes is not None:
         options["reference_passes"] = batch.reference_passes

@@ -29,8 +29,13 @@ def check_population(memory: MemoryOptions) -> None:
     )
 
 
-def population_notes(model: MoeModelSpec, hardware: HardwareSpec, software: str) -> list[str]:
-    """Return whether the GPU and the model are among those that the constants were fitted on."""
+def population_notes(
+    model: MoeModelSpec, hardware: HardwareSpec, software: str, *, what: str = "the prediction"
+) -> list[str]:
+    """Return whether the GPU and the model are among those that the software's constants were fitted on.
+
+    `what` is predicted with these constants: of an RL step, not the rollout.
+    """
     clusters = FITTED_CLUSTERS.get(software, FITTED_CLUSTERS["typical"])
     models = FITTED_MODELS.get(software, FITTED_MODELS["typical"])
     if hardware.name in clusters:
@@ -42,7 +47,7 @@ def population_notes(model: MoeModelSpec, hardware: HardwareSpec, software: str)
     if not outside:
         return []
     return [
-        f"the prediction is outside the runs that the constants of {software} software were fitted to: "
+        f"{what} is outside the runs that the constants of {software} software were fitted to: "
         f"{'; '.join(outside)}. There, the interval has not been checked. Calibrate the prediction with your own "
         "run (--known-step)."
     ]

@@ -20,18 +20,8 @@ def with_groups_of_gpus(options: SimulationOptions) -> SimulationOptions:
     parallel, sequences = options.parallel, options.sequences
     if parallel.gpus is None:
         return options
-    sizes = {
-        "EP": parallel.expert_model_parallel_size,
-        "expert TP": parallel.expert_tensor_parallel_size or 1,
-        "PP": parallel.pipeline_model_parallel_size,
-    }
-    gpus_of_group = math.prod(sizes.values())
-    groups, rest = divmod(parallel.gpus, gpus_of_group)
-    degrees = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "EP")
-    require(
-        groups >= 1 and rest == 0,
-        f"--gpus {parallel.gpus} is not a multiple of {gpus_of_group}, the number of GPUs in one EP group ({degrees}).",
-    )
+    gpus_of_group = checked_gpus_of_group(parallel, parallel.gpus, "--gpus")
+    groups = parallel.gpus // gpus_of_group
     require(
         parallel.num_ep_groups in (None, groups),
         f"--gpus {parallel.gpus} gives {groups} EP groups, but --num-ep-groups is {parallel.num_ep_groups}. Set "
@@ -42,6 +32,26 @@ def with_groups_of_gpus(options: SimulationOptions) -> SimulationOptions:
         f"--ep-group-tokens is for a single EP group: leave --gpus at {gpus_of_group}.",
     )
     return options.with_words(num_ep_groups=groups)
+
+
+def checked_gpus_of_group(parallel: ParallelOptions, gpus: int, flag: str) -> int:
+    """Return EP x expert TP x PP; raise where the GPUs, which `flag` states, are no multiple: Megatron cannot start."""
+    parts = parallel.expert_tensor_parallel_size or 1
+    sizes = {
+        "EP": parallel.expert_model_parallel_size,
+        "expert TP": parts,
+        "PP": parallel.pipeline_model_parallel_size,
+    }
+    gpus_of_group = math.prod(sizes.values())
+    degrees = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "EP")
+    remedy = ""
+    if parts > 1 and gpus % (gpus_of_group // parts) == 0:
+        remedy = " Set --expert-tensor-parallel-size 1, or other sizes."
+    require(
+        gpus >= 1 and gpus % gpus_of_group == 0,
+        f"{flag} {gpus} is not a multiple of {gpus_of_group}, the number of GPUs in one EP group ({degrees}).{remedy}",
+    )
+    return gpus_of_group
 
 
 def topology_of(

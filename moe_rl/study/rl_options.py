@@ -30,7 +30,7 @@ class RolloutOptions(OptionGroup):
     prompt_tokens: int = 0
     rollout_gpus: int | None = None
     rollout_engine_size: int | None = None
-    rollout_dp_attention: bool = False
+    rollout_attention_size: int | None = None
     rollout_precision: str = "bf16"
     rollout_max_running: int = 256
     rollout_enforce_eager: bool = False
@@ -100,7 +100,7 @@ class RlStepOptions(LengthOptions):
 
 # Fields of `RlStepSetting` that are called otherwise on the command line.
 OPTION_OF = {
-    "attention_data_parallel": "rollout_dp_attention",
+    "attention_size": "rollout_attention_size",
     "max_running_samples": "rollout_max_running", "environment_s": "environment_seconds",
     "reward_s": "reward_seconds", "log_prob_passes": "old_log_prob_passes", "weight_sync_s": "weight_sync_seconds",
     "weight_sync_control_s": "weight_sync_control_seconds",

@@ -32,6 +32,7 @@ from moe_rl.simulators.rl_update import trainer_seconds
 from moe_rl.simulators.setting import StepSetting
 from moe_rl.simulators.weight_sync import PART_SOURCES, TRANSPORTS, price_sync
 from moe_rl.study.conditions import chosen_by
+from moe_rl.study.expert_parts import model_in_parts, model_of_whole_experts
 from moe_rl.study.intervals import GAIN_SPREAD, LEAST_SPREAD, around
 from moe_rl.study.known_steps import RL_STEP, UPDATE, OwnStep, PricedRun, posterior_of, priors_of, surprises
 from moe_rl.study.lengths import FULL_SIZE_TOKENS, drawn_lengths, needed
@@ -44,6 +45,7 @@ from moe_rl.study.population import (
     population_notes,
     sink_cautions,
 )
+from moe_rl.study.ranks import checked_gpus_of_group
 from moe_rl.study.remedies import Fitting, mildest_that_fits
 from moe_rl.study.resident_slots import open_scenario
 from moe_rl.study.rl_options import RL, RlStepOptions, RolloutOptions
@@ -242,8 +244,9 @@ def _passes(
         return {**seconds, FORCED: _forced_seconds(forward, update, mini_batches)}
 
     hardware = scenario.topology.hardware
+    parts = scenario.options.parallel.expert_tensor_parallel_size or 1
     return TrainingPasses(
-        model=scenario.model.spec,
+        model=model_of_whole_experts(scenario.model.spec, parts),
         hardware=hardware,
         train_gpus=scenario.topology.num_ranks * pass_setting.pipeline_model_parallel_size,
         lengths=scenario.batch.lengths,
@@ -366,6 +369,8 @@ def _trainer_gpus(options: RlStepOptions) -> int:
         options.trainer.train_gpus in (None, gpus),
         f"--train-gpus {options.trainer.train_gpus} and --gpus {gpus} differ: give only one.",
     )
+    if options.parallel.expert_tensor_parallel_size not in (None, 1):
+        checked_gpus_of_group(options.parallel, gpus, "--train-gpus" if options.parallel.gpus is None else "--gpus")
     return gpus
 
 
@@ -377,11 +382,13 @@ def _of_lengths(options: RlStepOptions) -> TrainingPasses:
     lengths = drawn_lengths(options)
     model, hardware = named_model(options, "an RL step"), load_cluster(options.pricing.cluster)
     setting = options.step_setting()
+    parts = options.parallel.expert_tensor_parallel_size or 1
+    model_of_parts = model_in_parts(model, parts)
 
     def seconds_under(hardware: HardwareSpec, costs: SoftwareCosts) -> dict[str, tuple[float, float]]:
         priced = partial(
-            trainer_seconds, model, hardware, replace(setting, software=costs), lengths,
-            train_gpus=gpus, ep_size=options.parallel.expert_model_parallel_size, micro_batch_tokens=budget,
+            trainer_seconds, model_of_parts, hardware, replace(setting, software=costs), lengths,
+            train_gpus=gpus, ep_size=options.parallel.expert_model_parallel_size * parts, micro_batch_tokens=budget,
             mini_batches=options.trainer.mini_batches,
         )  # fmt: skip
         return {"static": priced(imbalance=options.trainer.imbalance), "forced_balance": priced()}
@@ -422,7 +429,9 @@ def rl_notes(options: RlStepOptions, passes: TrainingPasses, *, of_lengths: bool
     """Return what a reader must know beside the numbers."""
     software = passes.posterior.likeliest.prior.software.name
     sentences = [_rl_fit_note(passes), _rl_software_note(options, passes, software)]
-    sentences += population_notes(passes.model, passes.hardware, software)
+    sentences += population_notes(
+        passes.model, passes.hardware, software, what="the prediction of the trainer's passes"
+    )
     sentences += population_cautions(options.parallel, options.passes.seq_length, packed=True)
     sentences += sink_cautions(passes.model, packed_sequences=options.kernels.packed_sequences)
     sentences += filter(None, [load_cluster(options.pricing.cluster).assumption()])
@@ -511,9 +520,9 @@ def _sync_lines(passes: TrainingPasses, setting: RlStepSetting) -> str:
 def _rl_fit_note(passes: TrainingPasses) -> str:
     """Say what the parts of a step of RL were fitted on, and whether this one is of that kind."""
     sentence = (
-        "simulated: five constants of rollout, weight sync and framework are fitted to 14 published step times of "
-        "NeMo-RL on H100 (DeepSeek-V3, Qwen3-30B, Qwen3-235B). The mean error is 7 %, and 13 % on a model that was "
-        "left out of the fit"
+        "simulated: rollout, weight sync and framework have five constants of their own, fitted to 14 published step "
+        "times of NeMo-RL on H100 (DeepSeek-V3, Qwen3-30B, Qwen3-235B). The mean error is 7 %, and 13 % on a model "
+        "that was left out of the fit"
     )
     elsewhere = passes.hardware.name not in FITTED_RL_CLUSTERS
     if elsewhere:

@@ -233,6 +233,7 @@ SEEDS = [
     Seed(
         "reorder-of-offloaded-state", "slime", ("env:MOE_RL", "moe-rl"), WARNING, (("--optimizer-cpu-offload", True),)
     ),
+    Seed("rollout-engine-of-other-size", "verl", (ROLLOUT + "expert_parallel_size", 8), ERROR),
     *option(
         "experts-not-divisible",
         "expert_model_parallel_size",

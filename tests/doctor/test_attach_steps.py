@@ -193,7 +193,11 @@ def test_a_variable_that_would_end_the_run_is_to_be_fixed_first(tmp_path: Path) 
 
 def test_what_uv_runs_is_installed_by_uv(tmp_path: Path) -> None:
     uv = "uv run --frozen --all-packages --extra vllm python3"
-    assert sentences(script(tmp_path, "", uv))["write"].startswith("uv pip install ")
+    write = sentences(script(tmp_path, "", uv))["write"]
+    assert write.startswith("uv pip install ")
+    assert "on every node" in write
+    assert "repeat this line after each sync" in write
+    assert "uv sync" not in sentences(script(tmp_path, ""))["write"]
     assert sentences(script(tmp_path, ""))["write"].startswith("pip install ")
 
 
@@ -255,3 +259,36 @@ def test_the_command_that_predicts_the_gain_runs(tmp_path: Path) -> None:
     ran = moe_rl(*command[1:], "--policy", "static", "--json", tmp_path / "step.json")
     assert ran.code == 0, ran.out
     assert "X being actor/moe_rl/imbalance" in sentences(VERL)["gain"]
+
+
+def test_the_command_of_a_run_whose_sizes_do_not_fit_runs_and_says_what_it_changes(tmp_path: Path) -> None:
+    """TP 2 is expert TP: EP4 x ETP2 x PP2 are 16 GPUs, of 8. The engine's EP size of 8 is that of TP 2 x DP 4."""
+    engine, rollout = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.rollout."
+    more = (
+        f"{engine}tensor_model_parallel_size=2 {engine}pipeline_model_parallel_size=2 "
+        f"{engine}expert_model_parallel_size=4 trainer.nnodes=1 trainer.n_gpus_per_node=8 "
+        f"{rollout}tensor_model_parallel_size=2 {rollout}expert_parallel_size=8 {rollout}n=4 "
+        "data.train_batch_size=16 actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B"
+    )
+    gain = verl(tmp_path, more)["gain"]
+    _, first, _, measured, _ = gain.split("`")
+    assert "--expert-tensor-parallel-size 1" in first
+    assert measured == f"{first} --imbalance X"
+    assert "because the run cannot start with 2" in gain
+    ran = moe_rl(*first.split()[1:], "--json", tmp_path / "step.json")
+    assert ran.code == 0, ran.err
+    assert "rollout_engine_size 8" in ran.err
+    assert "a rollout engine has 8 GPUs here, as its EP size says" in ran.err
+    refused = moe_rl(*first.replace(" --expert-tensor-parallel-size 1", "").split()[1:])
+    assert refused.code == 2
+    assert "expert_tensor_parallel_size 2 (not set: Megatron takes TP)" in refused.err
+    assert "--train-gpus 8 is not a multiple of 16" in refused.err
+    assert "Set --expert-tensor-parallel-size 1" in refused.err
+    fine = verl(tmp_path, f"{more} {engine}expert_tensor_parallel_size=1")["gain"]
+    assert "--expert-tensor-parallel-size" not in fine
+
+
+def test_settings_that_no_check_needs_are_counted_last() -> None:
+    lines = moe_rl("doctor", "--no-environment", VERL).out.strip().splitlines()
+    assert "other settings not needed" in lines[-1]
+    assert not any("other settings" in line for line in lines[:-1])

@@ -132,7 +132,7 @@ def test_a_latent_cache_is_whole_on_every_tensor_parallel_gpu() -> None:
     assert model.latent_cache_width == 576
     setting = RlStepSetting(train_gpus=64, rollout_gpus=64, engine_size=32, rollout_precision="fp8")
     lengths = np.full(4096, 8000)
-    apart = rollout_of(model, H100, replace(setting, attention_data_parallel=True), lengths, 0.0).seconds
+    apart = rollout_of(model, H100, replace(setting, attention_size=1), lengths, 0.0).seconds
     assert apart < rollout_of(model, H100, setting, lengths, 0.0).seconds
 
 
@@ -246,7 +246,7 @@ def test_published_steps_of_nemo_rl_are_met() -> None:
     ("changes", "message"),
     [
         ({"staleness": 1}, "set rollout_gpus"),
-        ({"engine_size": 5}, r"engine_size \(5\) does not divide the number of rollout GPUs \(32\)"),
+        ({"engine_size": 5}, r"--rollout-engine-size \(5\) does not divide the number of rollout GPUs \(32\)"),
         ({"finished_share": 0.0}, "finished_share must be greater than 0"),
         ({"reward_s": -1.0}, "reward_s must be at least 0"),
         ({"rollout_tokens_per_s": 0.0}, "rollout_tokens_per_s must be positive"),
@@ -327,3 +327,15 @@ def test_weights_take_no_longer_than_published_syncs_but_the_same_order(name: st
     )
     quick, slow = SYNCS[name]
     assert quick / 3 < step.parts_s["weight_sync"] < slow
+
+
+def test_an_engine_between_tensor_parallel_and_data_parallel_attention() -> None:
+    """Its attention is tensor-parallel over some of its GPUs; over all of them by default."""
+
+    def step(**more: object) -> float:
+        setting = RlStepSetting(train_gpus=64, engine_size=16, max_running_samples=4096, **more)  # type: ignore[arg-type]
+        return step_of(setting, np.full(4096, 4000)).parts_s["rollout"]
+
+    assert step(attention_size=16) == step()
+    # Four key-value heads: on 16 GPUs that attend together every head's cache is held four times.
+    assert step(attention_size=4) < step()

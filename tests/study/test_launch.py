@@ -327,7 +327,7 @@ def test_a_reference_pass_is_counted_where_loss_or_reward_needs_it(
         ("--colocate --rollout-num-gpus 8 --use-kl-loss", {"reference_passes": 1}),
         ("--colocate --kl-coef 0.00", {"reference_passes": 0}),
         ("--colocate --kl-coef 0.01", {"reference_passes": 1}),
-        ("--colocate --sglang-enable-dp-attention", {"rollout_dp_attention": True}),
+        ("--colocate --sglang-enable-dp-attention", {"rollout_attention_size": 1}),
         ("--colocate --hf-checkpoint $M/Qwen3-30B-A3B-FP8", {"model": "qwen3-30b-a3b", "rollout_precision": "fp8"}),
         ("--colocate --use-rollout-logprobs", {"old_log_prob_passes": 0}),
         ("--colocate --rollout-max-response-len 8192", {"max_length": 8192}),
@@ -343,7 +343,7 @@ def test_slime_says_how_its_engines_run_and_which_passes_it_has(
     found, _ = launch_options([path], RlStepOptions, has_trace=False)
     assert {name: found[name] for name in expected} == expected
     assert "max_length" not in launch_options([path], RlStepOptions)[0], "a trace has its own lengths"
-    names = ("rollout_gpus", "rollout_dp_attention", "rollout_precision", "old_log_prob_passes", "max_length")
+    names = ("rollout_gpus", "rollout_attention_size", "rollout_precision", "old_log_prob_passes", "max_length")
     assert not [name for name in names if name in found and name not in expected]
 
 
@@ -470,3 +470,37 @@ def test_a_script_that_contradicts_itself_is_refused(script: Path, tmp_path: Pat
     ran = moe_rl("simulate", write_npz(tmp_path / "t.npz"), "--launch", script, "--ep-group-tokens", 200)
     assert (ran.code, ran.out) == (2, "")
     assert "does not work with the alltoall dispatcher" in ran.err
+
+
+ENGINE = "actor_rollout_ref.rollout."
+OF_NEMO_RL = "policy.generation.vllm_cfg: {{tensor_parallel_size: 2, expert_parallel_size: {}}}\n"
+OF_SKYRL = "generator.inference_engine.tensor_parallel_size=2 generator.inference_engine.data_parallel_size=4"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "size", "attention", "running"),
+    [
+        ("run.sh", VERL.format(more=""), 2, None, None),
+        ("run.sh", VERL.format(more=f"{ENGINE}data_parallel_size=4"), 8, 2, 1024),
+        ("run.sh", VERL.format(more=f"{ENGINE}data_parallel_size=4 {ENGINE}max_num_seqs=64"), 8, 2, 256),
+        ("run.sh", VERL.format(more=f"{ENGINE}max_num_seqs=64"), 2, None, 64),
+        ("run.sh", VERL.format(more=f"{ENGINE}data_parallel_size=8 {ENGINE}expert_parallel_size=16"), 16, 2, 2048),
+        # Only an engine of TP 2 x DP 4 has this EP size.
+        ("run.sh", VERL.format(more=f"{ENGINE}expert_parallel_size=8"), 8, 2, 1024),
+        ("run.sh", VERL.format(more=f"{ENGINE}expert_parallel_size=2"), 2, None, None),
+        ("run.yaml", NEMO_RL + OF_NEMO_RL.format(8), 8, 2, 1024),
+        ("run.yaml", NEMO_RL + OF_NEMO_RL.format(1), 2, None, None),
+        ("run.sh", f"{SKYRL.strip()} {OF_SKYRL}", 8, 2, 1024),
+        ("run.sh", SLIME, 2, None, None),
+    ],
+)
+def test_a_rollout_engine_has_the_gpus_of_all_its_groups(
+    tmp_path: Path, name: str, text: str, size: int, attention: int | None, running: int | None
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    found, said = launch_options([path], RlStepOptions)
+    names = ("rollout_engine_size", "rollout_attention_size", "rollout_max_running")
+    assert [found.get(option) for option in names] == [size, attention, running]
+    derived = "expert_parallel_size=8" in text or "expert_parallel_size: 8" in text
+    assert any("as its EP size says" in sentence for sentence in said) == derived

@@ -70,14 +70,40 @@ def _sizes_that_do_not_divide(settings: RunSettings, trainer: TrainerGpus) -> It
         else:
             number += " are"
         remedy = None
-        if sizes is experts and expert_tensor is not None and trainer.gpus % (ranks // expert_tensor.value) == 0:
+        if sizes is experts and needs_whole_experts(settings):
             remedy = f"Set {EXPERT_TENSOR} to 1, or choose numbers of nodes and GPUs that the parallel sizes divide."
         yield Found(f"{number} not a multiple of {ranks}: {factors}.", *trainer.settings, *stated, remedy=remedy)
+
+
+def needs_whole_experts(settings: RunSettings) -> bool:
+    """Return whether expert TP x EP x PP does not divide the trainer's GPUs, but EP x PP does."""
+    trainer, stages = _trainer_gpus(settings), settings.pipeline_model_parallel_size
+    whole = _product((settings.expert_model_parallel_size, stages))
+    return trainer is not None and bool(trainer.gpus % (whole * settings.parts_of_expert)) and trainer.gpus % whole == 0
 
 
 def _product(sizes: Iterable[Setting[int] | None]) -> int:
     """Return the product of the sizes that are known; one that is not may be any, and the known divide all the same."""
     return math.prod(size.value for size in sizes if size is not None and above(size, 1))
+
+
+def rollout_engine_of_other_size(case: Case) -> Iterator[Found]:
+    """If the EP size of vLLM or SGLang is above 1, it must be TP x DP of the rollout engine: all GPUs of an engine
+    share out the experts. verl and SkyRL stop if it is another number. TensorRT-LLM has another rule.
+    """
+    settings = case.settings
+    tensor, data = settings.rollout_tensor_parallel_size, settings.rollout_data_parallel_size
+    experts, engine = settings.rollout_expert_parallel_size, settings.rollout_engine
+    if tensor is None or data is None or not (experts and above(experts, 1)):
+        return
+    if (engine and engine.value == "trtllm") or experts.value == tensor.value * data.value:
+        return
+    remedy = None
+    if above(tensor, 0) and experts.value % tensor.value == 0:
+        groups = experts.value // tensor.value
+        remedy = f"Set the rollout's data_parallel_size to {groups}, or its expert_parallel_size to 1."
+    sizes = f"{tensor.value * data.value}, the GPUs of a rollout engine"
+    yield Found(f"{{}} is not {sizes}: TP is {tensor.value} and DP is {data.value}.", experts, remedy=remedy)
 
 
 def experts_not_divisible(case: Case) -> Iterator[Found]:

@@ -23,7 +23,7 @@ KEYS: Keys = {**megatron.keys_in(*SECTIONS), **rules_of(FACTS)}
 def _complete(settings: Known, raw: RawRun) -> Known:
     strategy = last_entry(raw, "trainer.strategy")
     settings |= other_trainer(strategy) if strategy is not None else defaults("SkyRL", trainer="FSDP")
-    settings = megatron.built_by_bridge(defaults("SkyRL", sequence_parallel=True, packed=True) | settings)
+    settings = megatron.built_by_bridge(defaults("SkyRL", **FACTS["defaults"]) | settings)
     return with_model(settings, raw, POLICY + "model.path")
 
 
