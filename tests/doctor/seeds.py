@@ -221,8 +221,21 @@ SEEDS = [
         "verl",
         (ENGINE + "expert_tensor_parallel_size", REMOVED),
         ERROR,
-        (("trainer.n_gpus_per_node", 8), ("text:NODES:-2", "NODES:-1")),
+        (
+            ("trainer.n_gpus_per_node", 8),
+            ("text:NODES:-2", "NODES:-1"),
+            ("text:EP:-8", "EP:-4"),
+            (ENGINE + "pipeline_model_parallel_size", 2),
+        ),
     ),
+    Seed(
+        "gpus-do-not-add-up",
+        "roll",
+        ("actor_train.strategy_args.strategy_config.expert_tensor_parallel_size", None),
+        ERROR,
+    ),
+    Seed("gpus-do-not-add-up", "skyrl", ("trainer.placement.policy_num_gpus_per_node", 6), ERROR),
+    Seed("gpus-do-not-add-up", "areal", ("actor.backend", "megatron:(attn:d3p4t2|ffn:d1p4e8)"), ERROR),
     Seed(
         "gpus-do-not-add-up",
         "nemo_rl",
@@ -234,6 +247,13 @@ SEEDS = [
         "reorder-of-offloaded-state", "slime", ("env:MOE_RL", "moe-rl"), WARNING, (("--optimizer-cpu-offload", True),)
     ),
     Seed("rollout-engine-of-other-size", "verl", (ROLLOUT + "expert_parallel_size", 8), ERROR),
+    Seed(
+        "rollout-engine-of-other-size",
+        "skyrl",
+        ("generator.inference_engine.expert_parallel_size", 8),
+        ERROR,
+        (("generator.inference_engine.tensor_parallel_size", 4),),
+    ),
     *option(
         "experts-not-divisible",
         "expert_model_parallel_size",
