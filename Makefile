@@ -21,7 +21,7 @@ help:
 	@echo "make test-slow    the tests marked slow"
 	@echo "make mutants      100 small faults of the day in the Megatron runtime: at least 95 of them must fail a test (MUTANTS=10: ten)"
 	@echo "make test-oldest  the kernel tests on the oldest Triton that is supported, in .venv-oldest"
-	@echo "make test-integrations  the adapters inside verl, Transformers and DeepSpeed themselves, sweeps on Ray, in .venv-frameworks"
+	@echo "make test-integrations  the adapters inside verl, Transformers and DeepSpeed themselves, sweeps on Ray, in .venv-frameworks; tests that take seconds every second day (CASES=all: all)"
 	@echo "make test-integrations-slow  the other breaks of the day in these frameworks, and a checkpoint that half the ranks resume"
 	@echo "make test-frameworks-newest  the runtime and the adapters on the newest releases of megatron-core, verl, Transformers, TRL, Ray and tensordict: what breaks, and whose fault it is"
 	@echo "make examples     examples/, the notebook and runs of the Countdown recipe among them; those of frameworks are part of make test-integrations"
@@ -103,8 +103,9 @@ demo: $(VENV)/.core
 # Of these and of the `lengthy` ones each has its turn every sixth day, for 15 minutes on two cores; CASES=all, as in
 # .ci/nightly, runs all of them.
 CASES ?= day
+in-days = MOE_RL_TEST_DAYS=$(if $(filter all,$(CASES)),1,$(1))
 test: $(VENV)/.test
-	MOE_RL_TEST_CASES=$(CASES) $(PYTEST) -m "not slow and not framework and not browser and not example"
+	$(call in-days,6) $(PYTEST) -m "not slow and not framework and not browser and not example"
 
 quick: $(VENV)/.test
 	$(PYTEST) -m "not slow and not framework and not browser and not example and not multi_rank and not triton and not lengthy"
@@ -149,8 +150,9 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt $(NATIVE_SOURCES)
 	@touch $@
 
 # Tests of several ranks that need no framework have run in `make test`; those of one process find the real package here.
+# Those that take seconds have their turn every second day, for 9 minutes on two cores; CASES=all, as in .ci/nightly.
 test-integrations: $(FRAMEWORKS)/.installed
-	$(FRAMEWORKS)/bin/python -m pytest $(SHARED_OUT) tests/docs/test_examples.py tests/frameworks \
+	$(call in-days,2) $(FRAMEWORKS)/bin/python -m pytest $(SHARED_OUT) tests/docs/test_examples.py tests/frameworks \
 	    tests/study/test_ray.py tests/routes/test_shard.py -m "not slow and (framework or not multi_rank)"
 
 test-integrations-slow: $(FRAMEWORKS)/.installed

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn import SEED, seed, waiting
+from drawn import SEED, days, seed, waiting
 from hypothesis import HealthCheck, settings
 from local_ranks import Launch, run_cases
 
@@ -70,12 +70,11 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of several ranks come first, because they take longest; what shares fixtures shares a worker of xdist.
 
-    With `MOE_RL_TEST_CASES=day`, as `make test` sets it, five of six tests that take seconds wait for another day.
+    With `MOE_RL_TEST_DAYS=6`, as `make test` sets it, five of six tests that take seconds wait for another day.
     """
-    if os.environ.get("MOE_RL_TEST_CASES") == "day":
-        left_out = _of_other_days(items)
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+    left_out = _of_other_days(items)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
     items.sort(key=lambda item: item.get_closest_marker("multi_rank") is None)
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
@@ -90,7 +89,7 @@ def _of_other_days(items: list[pytest.Item]) -> list[pytest.Item]:
             of_files.setdefault(item.nodeid.partition("::")[0], {})[item.nodeid] = item
     left_out = []
     for file, costly in of_files.items():
-        left_out += [costly[name] for name in waiting(costly, of=file)]
+        left_out += [costly[name] for name in waiting(costly, of=file, days=days())]
     return left_out
 
 

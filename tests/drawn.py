@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 SEED = "MOE_RL_TEST_SEED"
-DAYS = 6
-"""After which every test that waits for its day has run on a machine that tests daily."""
+DAYS = "MOE_RL_TEST_DAYS"
+"""Names the variable that holds after how many days every costly test has run on a machine that tests daily."""
 
 
 def seed() -> int:
@@ -38,12 +38,17 @@ def _dealt(values: Sequence[Any], count: int, draw: random.Random) -> list[Any]:
     return cards[:count]
 
 
-def waiting(names: Iterable[str], *, of: str) -> set[str]:
-    """Return which of the tests `names` wait for another day: five of six, others on each of six days in a row.
+def days() -> int:
+    """Return in how many days every costly test has its turn; 1, as without the variable: all of them run today."""
+    return int(os.environ.get(DAYS, "1"))
+
+
+def waiting(names: Iterable[str], *, of: str, days: int) -> set[str]:
+    """Return which of the tests `names` wait for another day: five of six for `days` = 6, on each day others.
 
     The order in which they take their turns is shuffled once and for all, by `of`: neighbors in a file, which are often
     alike, run on different days.
     """
     order = sorted(names)
     random.Random(of).shuffle(order)
-    return {name for turn, name in enumerate(order) if (turn + seed()) % DAYS}
+    return {name for turn, name in enumerate(order) if (turn + seed()) % days}

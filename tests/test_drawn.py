@@ -1,7 +1,7 @@
 """What tests draw of a day's seed: every value of an axis, the same on all ranks, and other ones on other days."""
 
 import pytest
-from drawn import DAYS, SEED, combinations, waiting
+from drawn import SEED, combinations, waiting
 
 AXES = {"kind": ("loss", "memory", "Ctrl-C"), "at": (0, 1)}
 
@@ -24,12 +24,14 @@ def test_a_seed_draws_the_same_again_and_another_day_or_test_something_else(monk
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7])
-def test_every_test_has_its_turn_once_in_six_days(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("days", [1, 2, 6])
+def test_every_test_has_its_turn_once_in_so_many_days(count: int, days: int, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"test {number}" for number in range(count)]
     turns = []
-    for day in range(20261128, 20261128 + DAYS):
+    for day in range(20261128, 20261128 + days):
         monkeypatch.setenv(SEED, str(day))
-        turns.append(set(names) - waiting(names, of="a file"))
-        assert waiting(reversed(names), of="a file") == set(names) - turns[-1], "whatever order they are listed in"
+        turns.append(set(names) - waiting(names, of="a file", days=days))
+        of_reversed = waiting(reversed(names), of="a file", days=days)
+        assert of_reversed == set(names) - turns[-1], "whatever order they are listed in"
     assert sorted(name for turn in turns for name in turn) == sorted(names)
     assert max(map(len, turns)) - min(map(len, turns)) <= 1

@@ -148,6 +148,7 @@ def test_the_bounds_of_the_layer_are_the_roundings_of_its_formats() -> None:
     assert f"{amplified:.2f}" == f"{layer['GATE']}"
 
 
+@pytest.mark.lengthy
 def test_an_moe_layer_in_fp8_takes_other_sizes(tmp_path: Path) -> None:
     sizes = ["--tokens", "24", "--top-k", "3", "--experts", "5", "--hidden", "144", "--intermediate", "208"]
     printed_text = run(str(LAYER), *sizes, folder=tmp_path)

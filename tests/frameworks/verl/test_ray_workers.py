@@ -15,6 +15,7 @@ LIMIT_S = 600.0
 """Far above what six processes that import verl take on a busy machine."""
 
 
+@pytest.mark.lengthy
 def test_two_workers_are_balanced_by_a_variable_of_the_driver(ray_cluster: Any, tmp_path: Path) -> None:
     assert "MOE_RL" not in os.environ, "Ray's own processes would hand it to the workers"
     result = tmp_path / "result.json"

@@ -92,7 +92,8 @@ def test_updates_are_balanced_by_one_variable(case: str, share: float, source: s
     assert any(rank["plain"]["curve"]["grad_norm"] for rank in outcome)
     for rank in outcome:
         plain, balanced = rank["plain"], rank["balanced"]
-        assert plain["log_probs"] == balanced["log_probs"]
+        assert plain["log_probs"][:1] == balanced["log_probs"][:1], "no weight has changed yet"
+        assert balanced["log_probs"] == pytest.approx(plain["log_probs"], rel=FP32_LIMIT)
         if plain["curve"]["grad_norm"]:  # of the last pipeline stage, and of the first rank of a tensor-parallel group
             assert times_the_yardstick(plain["curve"], balanced["curve"], rank["yardstick"]["curve"]) <= SHARE
         assert rank["same_names"]
