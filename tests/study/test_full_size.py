@@ -94,7 +94,7 @@ def test_packed_rows_cost_the_same_in_a_search_of_layouts_and_in_a_simulation(tm
         tuned = moe_rl.tune(trace, gpus=8, jobs=1, **same)
         seconds = float(str(simulated.trace["num_tokens"])) / tuned.best.tokens_per_s_per_gpu / 8
         ratios.append(seconds / simulated.yardstick("forced_balance").step_time_s)
-        for sentences in (simulated.all_cautions, tuned.notes):
+        for sentences in (simulated.all_cautions, tuned.cautions):
             assert any("has attention sinks" in sentence for sentence in sentences) != packed
     assert ratios == pytest.approx([1.0, 1.0], rel=0.01)
 
@@ -240,10 +240,11 @@ def test_who_states_the_number_of_sequences_gets_no_advice_on_another_option() -
         moe_rl.simulate(COUNTDOWN, **asked, **size)
         for size in ({"global_batch_tokens": 4000}, {"global_batch_size": 40})
     )
-    assert any("set a larger --global-batch-tokens" in caution for caution in by_tokens.cautions)
+    assert "set a larger --global-batch-tokens" in by_tokens.small_batch_caution
     assert any("a larger --global-batch-tokens increases the gain" in note for note in by_tokens.notes)
-    assert any(caution.endswith("that a rank's micro-batch may have.") for caution in by_number.cautions)
-    assert not any("--global-batch-tokens" in sentence for sentence in (*by_number.cautions, *by_number.notes))
+    assert by_number.small_batch_caution.endswith("that a rank's micro-batch may have.")
+    said = (by_number.small_batch_caution, *by_number.cautions, *by_number.notes)
+    assert not any("--global-batch-tokens" in sentence for sentence in said)
     assert any("(options --batch and --global-batch-size)" in note for note in by_number.notes)
 
 
