@@ -16,7 +16,7 @@ NATIVE_SOURCES := CMakeLists.txt $(wildcard moe_rl/csrc/*.cpp moe_rl/csrc/*.h)
 help:
 	@echo "make demo         simulate the bundled trace, write out/report.html   (numpy-class dependencies only)"
 	@echo "make env          .venv with everything that make test and make lint need; runs nothing"
-	@echo "make test         CPU torch + megatron-core + Triton interpreter, then the tests that are not slow; those that take seconds every sixth day (CASES=all: all)"
+	@echo "make test         CPU torch + megatron-core + Triton interpreter, then the tests that are not slow; those that take seconds every tenth day (CASES=all: all)"
 	@echo "make quick        of these the ones of one process that run no kernel: about two minutes"
 	@echo "make test-slow    the tests marked slow"
 	@echo "make mutants      100 small faults of the day in the Megatron runtime: at least 95 of them must fail a test (MUTANTS=10: ten)"
@@ -100,12 +100,12 @@ demo: $(VENV)/.core
 	$(BIN)/moe-rl demo --html out/report.html
 
 # Those of several ranks come first (tests/conftest.py): while a worker waits for its ranks, another one has the cores.
-# Of these and of the `lengthy` ones each has its turn every sixth day, for 15 minutes on two cores; CASES=all, as in
+# Of these and of the `lengthy` ones each has its turn every tenth day, for 15 minutes on two cores; CASES=all, as in
 # .ci/nightly, runs all of them.
 CASES ?= day
 in-days = MOE_RL_TEST_DAYS=$(if $(filter all,$(CASES)),1,$(1))
 test: $(VENV)/.test
-	$(call in-days,6) $(PYTEST) -m "not slow and not framework and not browser and not example"
+	$(call in-days,10) $(PYTEST) -m "not slow and not framework and not browser and not example"
 
 quick: $(VENV)/.test
 	$(PYTEST) -m "not slow and not framework and not browser and not example and not multi_rank and not triton and not lengthy"

@@ -70,7 +70,7 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of several ranks come first, because they take longest; what shares fixtures shares a worker of xdist.
 
-    With `MOE_RL_TEST_DAYS=6`, as `make test` sets it, five of six tests that take seconds wait for another day.
+    With `MOE_RL_TEST_DAYS=10`, as `make test` sets it, nine of ten tests that take seconds wait for another day.
     """
     left_out = _of_other_days(items)
     config.hook.pytest_deselected(items=left_out)
