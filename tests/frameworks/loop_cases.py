@@ -403,9 +403,10 @@ def modules_of(package: str) -> dict[str, types.ModuleType]:
     modules[f"{utils}.actor"].reload_process_groups = lambda: "reloaded"
     for reader in ("save", "save_hf_model_to_path", "load_checkpoint"):
         setattr(modules[f"{utils}.actor"], reader, lambda: None)
-    modules[replay[2]]._TensorBackuperNormal = type(
-        "_", (), {name: lambda self, tag: None for name in ("backup", "restore")}
-    )
+    backups = modules[replay[2]]
+    methods = {name: lambda self, tag: None for name in ("backup", "restore")}
+    backups.TensorBackuper = type("TensorBackuper", (), methods)
+    backups._TensorBackuperNormal = type("_TensorBackuperNormal", (backups.TensorBackuper,), dict(methods))
     modules[replay[0]].RoutingReplay = RoutingReplay
     modules[replay[1]].routing_replay_manager = types.SimpleNamespace(stage="replay_backward")
     return modules
